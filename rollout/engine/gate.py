@@ -147,9 +147,9 @@ class Gate:
     def refusal(self, request: Request, version: int) -> Rejected | None:
         """The reason to refuse this request while weights of `version` are served; None if it is admitted."""
         if self.draining:
-            return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
+            return Rejected(request.key, "unavailable", "the worker is draining: send the request to another worker")
         if self.sleep.requests == "refuse":
-            message = "this worker is asleep: wake it, or send the request to another one"
+            message = "this worker is asleep: wake it, or send the request to another worker"
             return Rejected(request.key, "unavailable", message)
         if request.min_version > version and not self.takes_weights:
             message = f"this worker takes no weights: version {request.min_version} can never come"

@@ -56,7 +56,7 @@ class Engine:
         self._waiting_since_s: float | None = None  # nothing can be launched until a copy of KV is done
 
     def tick(self) -> bool:
-        """One tick: launch a step if there is one; commit the oldest if the pipeline is full or none was launched.
+        """One tick: launch a step, if any; commit the oldest step if the pipeline is full or no step was launched.
 
         Returns whether the service got any event.
         """

@@ -232,7 +232,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
 
     Of several relays it uses the first one that the followers can read. If the followers can read a transport's offer,
     each rank reads and checks its own bytes: the buckets of its section in the publisher's memory, or the pieces of
-    files of which it keeps a part.
+    files that hold a part of its shard.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Orders of rank 0 to the other ranks of a tensor group, which these acknowledge; the first: to release memory."""
+"""Orders of rank 0 that the other ranks of a tensor group acknowledge, such as orders to release memory."""
 
 import time
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ class RankOrders(Protocol):
         """Give an order; returns its number in its lane."""
 
     def done(self, lane: Any, number: int) -> bool:
-        """Whether all other ranks have carried out this order and those before it, or failed to."""
+        """Whether all other ranks have carried out this order and all earlier orders, or failed to."""
 
     def failures(self, lane: Any, number: int) -> list[str]:
         """The failures of ranks at this order of a lane, or a later one."""
@@ -47,13 +47,13 @@ _LOOK_S = 0.002
 
 
 class SleepOrders(RankOrders, Protocol):
-    """Orders to the other ranks, including the ones that only a sleep needs."""
+    """Orders to the other ranks, including the orders that only a sleep needs."""
 
     def unmap_relay(self) -> None:
-        """Have the other ranks unmap the memory of this device that they read, before a sleep releases it."""
+        """Have the other ranks unmap this device's relay memory, before a sleep releases it."""
 
     def free_relay(self) -> int:
-        """Release that memory after the other ranks have unmapped it; returns its bytes."""
+        """Release the relay memory after the other ranks have unmapped it; returns its bytes."""
 
     @property
     def freed_bytes(self) -> int:
@@ -63,7 +63,7 @@ class SleepOrders(RankOrders, Protocol):
 class MemoryOfRanks:
     """The memory of all ranks of a tensor group: all have theirs, or none has. `own` is the part of rank 0.
 
-        rank 0   order --> own part --> wait for the others --> a failure of any of them undoes it on all
+        rank 0   order --> own part --> wait for the others --> a failure of any rank undoes the order on all
 
     A sleep is rare and the device is quiet, so the loop waits here for the other ranks, as it does for its own copies.
     """

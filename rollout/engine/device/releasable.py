@@ -1,4 +1,4 @@
-"""Releasable memory: a sleep gives it back, a wake takes it again, and its addresses stay the same.
+"""Releasable memory: a sleep gives it back, a wake takes it again at the same addresses.
 
     block   |== tensor ==|== tensor ==|== tensor ==|..|      addresses, reserved for the life of the process
     backing |##########################################|      memory at these addresses: present, or given back
@@ -306,7 +306,7 @@ class ReleasableMemory:
 
 
 class PermanentMemory(ReleasableMemory):
-    """The memory of a worker that cannot sleep: it has no blocks, so there is nothing to give back."""
+    """The memory of a worker that cannot sleep: it has no blocks to give back."""
 
     sleeps = False
 

@@ -4,12 +4,12 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
 
     shared prompt    the prompt that another completion of its group has prefilled: the full pages are shared; the page
                      of the last token is copied, because the sequence writes there; only that token is computed again
-    session          what the turn before has left, as far as its tokens are the same: the full pages are shared; the
+    session          the KV of the turn before, while its tokens are the same: the full pages are shared; the
                      page in which the tokens begin to differ is copied
     prefix cache     full pages that are found by their key; shared. If the whole prompt is there, or the end of a turn
                      in the next page, that page is copied
-    own pages        new ones for the rest of its tokens, and one more; after that one at a time
-    a tier           what it had before it was preempted, instead of all the above (`tier`)
+    own pages        new pages for the rest of its tokens, and one more; later one at a time
+    a tier           the KV that a preempted sequence had, instead of all the above (`tier`)
 
 `prefixes` finds the first three. What it finds in a tier is first copied to the pool (`fetch_for`). When a sequence is
 settled, its pages go to its session (`keep_turn`), to the tier or back to the pool (`release`).
@@ -56,9 +56,9 @@ class PageAllocator:
     def find_reusable(self, seq: Sequence, version: int, rows: list[int]) -> Reusable:
         """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
 
-        Where rows are dealt to ranks, this also chooses the rank of `seq`: of the ranks with room, one with KV of more
-        than half of the tokens, else the one with the most free pages. A new session first looks for a rank whose idle
-        sessions keep their pages. `rows`: running rows of each rank.
+        Where rows are dealt to ranks, this also chooses the rank of `seq`: of the ranks with room, a rank with KV of
+        more than half of the tokens, else the rank with the most free pages. A new session first looks for a rank whose
+        idle sessions keep their pages. `rows`: running rows of each rank.
         """
         if seq.kv.is_offloaded:
             return Reusable()
@@ -82,13 +82,14 @@ class PageAllocator:
         return found[seq.kv.rank]
 
     def pages_for_new(self, seq: Sequence, reusable: Reusable) -> int:
-        """Pages that `seq` needs in addition to its shared ones; `reusable` was just found for it."""
+        """Pages that `seq` needs in addition to its shared pages; `reusable` was just found for it."""
         return self.pages_wanted(seq) - len(reusable.shared)
 
     def fetch_for(self, seq: Sequence, reusable: Reusable, version: int, spare: int) -> Fetch | Reusable:
         """The fetch that a sequence must wait for, if more of what was just found for it is in a tier.
 
-        Otherwise what it can use without one: `reusable`, or less where sessions gave way without making enough room.
+        Otherwise the pages that it can use without a tier: `reusable`, or less where sessions gave way without making
+        enough room.
         """
         if reusable.beyond is None:
             return reusable
@@ -140,7 +141,7 @@ class PageAllocator:
         return True
 
     def pages_wanted(self, seq: Sequence) -> int:
-        """Pages for a sequence at its admission: one more than its tokens fill, at most what it can ever need."""
+        """Pages for a sequence at its admission: one more than its tokens fill, but no page that it can never need."""
         tokens = seq.prompt_len + len(seq.tokens)
         most = pages_for(max(tokens, seq.prompt_len + seq.max_tokens - 1), self.page_size)
         return min(pages_for(tokens, self.page_size) + 1, most)

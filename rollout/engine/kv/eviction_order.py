@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Set
 from itertools import chain
 from typing import Generic, TypeVar
 
-#: The heap of times is cleaned when it has more entries than this plus twice those in use.
+#: The heap of times is cleaned when it has more entries than this plus twice the entries in use.
 _SLACK = 16
 
 K = TypeVar("K", bound=Hashable)

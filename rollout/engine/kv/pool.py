@@ -21,9 +21,9 @@ With an `engine.max_kv_age` over 0 keys lack the weights version. Then each know
 in its KV, or in the KV before it. A page that is too old is not found. It is given up when its key gets newer KV, or
 when the pool needs the page.
 
-A tier (`kv/tier.py`) copies the oldest cached pages before they are evicted. It looks at each page once. Pages that it
-has looked at are evicted first, then the other ones, and last the pages that are being copied. A page is copied without
-a reference: if it is evicted meanwhile, the copy is discarded.
+A tier (`kv/tier.py`) copies the oldest cached pages before they are evicted. It looks at each page once. Pages after a
+look are evicted first, then pages before it, and last the pages that are being copied. A page is copied without a
+reference: if it is evicted meanwhile, the copy is discarded.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
 is used or cached. A sequence with an equal prompt copies the page, because the first sequence goes on writing there.
@@ -77,7 +77,7 @@ class Copies:
 class PrefixEnds:
     """Numbers of tokens after full pages, for at most `most` digests of full pages; the least recently used are lost.
 
-    What ended there may be gone: the caller looks for it by its key.
+    The KV that ended there may be gone: the caller looks for it by its key.
     """
 
     def __init__(self, most: int) -> None:
@@ -279,7 +279,7 @@ class PagePool:
     # --- copies to the host -------------------------------------------------------------------------------------------
 
     def look(self) -> tuple[bytes, int]:
-        """The key and number of the oldest cached page that `look` has not returned; there has to be one."""
+        """The key and number of the oldest cached page that `look` has not returned. Such a page must exist."""
         unused = next(unused for unused in self._unused if unused.evictable)
         page, _ = unused.evictable.popitem(last=False)
         unused.seen[page] = None
@@ -334,7 +334,7 @@ class PagePool:
         assert not free & self._tail_key_of.keys(), "a free page has a tail"
 
     def _gives_way(self, known: int, oldest: int) -> bool:
-        """True if no page is known, or one with older KV was: that one is forgotten, and free if it was cached."""
+        """True if no page is known, or an older page was: the older page is forgotten, and free if it was cached."""
         if not known:
             return True
         if self._oldest[known] >= oldest:

@@ -1,6 +1,6 @@
 """A hint: the KV of these tokens is needed soon. Its pages in a tier are copied to the pool before the turn.
 
-The pages are cached then, as the newest ones, so they may be evicted again. They take the place of cached pages only:
+The pages are then cached as the newest pages, so they may be evicted again. They take the place of cached pages only:
 no row and no session gives way.
 """
 

@@ -52,7 +52,7 @@ class Reusable:
         return Reusable(self.shared, 0, tokens, session_tokens, keys, hit=hit, oldest=self.oldest)
 
 
-#: The content of the positions from one to another, as keys are made of it.
+#: The content of positions `first` to `end`, in the form that keys are made from.
 Content = Callable[[int, int], bytes]
 
 
@@ -162,7 +162,7 @@ class Prefixes:
     def _beyond(
         self, content: Content, known: KnownPages, found: Reusable, tokens: int, oldest: int
     ) -> TierPrefix | None:
-        """The known pages that a tier has, and the half-full one after them, if they have more tokens than `found`."""
+        """A tier's known pages, and the half-full page after them, if they have more tokens than `found`."""
         ends = self.find_end(content, known.keys, tokens, oldest)
         half = [key for key, end in ends if min(end, tokens - 1) > found.tokens][:1]
         keys = [*known.keys][len(found.shared) :] + half
@@ -179,7 +179,7 @@ class Prefixes:
                     yield key, start + after
 
     def _next_key(self, content: Content, keys: PrefixKeys, tokens: int) -> tuple[bytes, bool]:
-        """The key of the page after those with `keys`, and whether this many tokens fill it."""
+        """The key of the page after the pages with `keys`, and whether this many tokens fill it."""
         start = len(keys) * self.page_size
         end = min(start + self.page_size, tokens)
         if end == start + self.page_size:
@@ -187,7 +187,7 @@ class Prefixes:
         return keys.end(len(keys), content(start, end), end - start).key, False
 
     def _awaited(self, seq: Sequence, tokens: np.ndarray, found: Reusable, oldest: int) -> tuple[Sequence, int] | None:
-        """The prefill that computes the next page, and the tokens of it that `seq` can use, if these are more.
+        """The prefill that computes the next page, and how many of its tokens `seq` can use, if they are more.
 
         A sequence does not wait for one of lower priority, which may itself wait for long.
         """

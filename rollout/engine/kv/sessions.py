@@ -169,7 +169,7 @@ class Sessions:
         if session.turns:
             return
         if session.kv is None:
-            if session.key in self._sessions:  # else it was evicted at once: all others have a lease
+            if session.key in self._sessions:  # else it was evicted at once: all other sessions have a lease
                 self._forget(session.key)
             return
         session.until_s = now_s + session.lease_s

@@ -127,7 +127,7 @@ class Snapshots:
         return bool(self._unseen) and next(iter(self._unseen)) not in self._soon
 
     def look(self) -> CachedSnapshot:
-        """The oldest snapshot that `look` has not returned; there has to be one."""
+        """The oldest snapshot that `look` has not returned. Such a snapshot must exist."""
         return self._unseen.popitem(last=False)[1]
 
     def settled(self, place: int) -> None:
@@ -217,7 +217,7 @@ class Snapshots:
         self.release(cached.place)
 
     def check(self, kept: Counter[int]) -> None:
-        """Assert that the books agree: `kept` are the references of sessions, and there are no others."""
+        """Assert that the books agree: `kept` are the references of sessions; no other references exist."""
         assert sorted([*self._free, *self._refs]) == list(self.places), "a place is lost"
         expected = kept + Counter(cached.place for cached in self._cached.values())
         assert expected == self._refs, "the references to a place are not counted right"

@@ -91,8 +91,8 @@ class _Axes(NamedTuple):
 class Prompt:
     """A prompt: items in the order of their positions, at least one.
 
-    An item covers one position or more. It has a token id for each, and says what the KV there depends on (`content`);
-    prefix keys are made of that. Prompts with different salts share no KV by their keys.
+    An item covers one position or more. It has a token id for each position, and the `content` on which its KV depends;
+    prefix keys are made of the content. Prompts with different salts share no KV by their keys.
 
     In a prompt with images a token has an index in the sequence, and positions of the rotary embedding, which differ
     from it: an image has fewer positions than tokens. `rope_delta` is what is added to the index of a later token.

@@ -89,7 +89,7 @@ class EndSession:
 class Prefetch:
     """The KV of a prompt is needed soon: bring its known beginning from the host to the device.
 
-    Answered by `Done(token)` with the `tokens` whose KV is there or on its way, or by `Failed`.
+    The answer is `Failed`, or `Done(token)` with the number of `tokens` whose KV is in the pool or on its way.
     """
 
     prompt: Prompt  # images have no pixels here

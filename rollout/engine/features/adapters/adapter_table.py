@@ -4,13 +4,13 @@
     ready        before admission: which adapters of the queue are in a slot; copies of others begin
     take, give   a sequence is admitted; no step in flight names it any more
 
-Adapters get slots in the order of the queue. Of the adapters whose rows have ended, the least recently used one loses
-its slot; adapters that no sequence waits for go first. While an adapter waits for a slot, sequences of adapters in
+Adapters get slots in the order of the queue. The least recently used adapter without rows loses its slot first;
+adapters that no sequence waits for go before all others. While an adapter waits for a slot, sequences of adapters in
 slots pass it, so that all rows are in use. The wait ends: a slot that has taken its share of all rows may be *closed*
 for sequences after the waiting one, and is free when its rows have ended. At most a quarter of the slots is closed at a
-time; slots with the fewest rows come first. Sequences ahead of the waiting one, for example of a higher priority, still
-take a closed slot. It is then open again, and the next slot to be closed is the one that fewest of them took. So no
-adapter starves: it waits for a closed slot, after the adapters before it have got theirs.
+time; slots with the fewest rows come first. Sequences before the waiting one, for example of a higher priority, still
+take a closed slot. The slot is then open again, and the slot that such sequences took least is closed next. So no
+adapter starves: it gets a closed slot after the adapters before it in the queue.
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
@@ -39,7 +39,7 @@ class AdapterCounts:
     """Totals of a worker."""
 
     loaded: int = 0  # copies to slots for sequences that wait
-    evicted: int = 0  # adapters that lost their slot to others
+    evicted: int = 0  # adapters that lost their slot to another adapter
 
 
 class AdapterTable:

@@ -46,7 +46,7 @@ class AdaptersFeature(CommandFeature, VariantFeature):
         return 0 if prefetch.adapter is None else self._loaded(prefetch.adapter, "adapter").edition
 
     def ready(self, heads: list[Sequence]) -> list[Sequence]:
-        """The sequences without an adapter, or with one whose slot takes them. Other adapters are loaded, or wait."""
+        """The sequences without an adapter, or whose adapter's slot takes them. Other adapters are loaded, or wait."""
         waiting = [variant for seq in heads if isinstance(variant := seq.group.variant, Adapter)]
         if not waiting:
             return heads

@@ -26,7 +26,7 @@ class AdapterSlot:
     order: int = 0  # number of the copy on the other ranks
     refs: int = 0  # sequences that have taken it
     taken: int = 0  # sequences that ever took it with this adapter
-    passed: int = 0  # sequences that took it while it was closed: they are ahead of the waiting adapter
+    passed: int = 0  # sequences before the waiting adapter that took the slot while it was closed
     used: int = 0  # grows with every use
 
 

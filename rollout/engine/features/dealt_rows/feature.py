@@ -1,7 +1,7 @@
 """Rows that are dealt to ranks: each rank learns which chunks of a prefill are its own.
 
-The forward of a decode finds its own rows by their pages (`rollout.models.dealt_rows`). A prefill takes its own chunks
-out of the step, so the host of each rank has to know them.
+The forward of a decode finds its own rows by their pages (`rollout.models.dealt_rows`). Each rank's prefill takes its
+own chunks out of the step, so the host of the rank must know the chunks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Drafts: next tokens of a row that a step verifies; their rows, their drafters, their costs."""
+"""Drafts: next tokens of a row that a step verifies; draft rows, drafters, and costs of steps."""

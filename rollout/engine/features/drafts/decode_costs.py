@@ -1,10 +1,10 @@
 """The times of decode steps on this device, measured before an engine serves.
 
-A verify step runs first, which compiles and loads what only such steps launch. The rows hold different tokens in pages
-of their own, so with a mixture each chooses its own experts. Their contexts are one token: the row state, the KV of
-these pages, the states of linear attention and the slot are all that is written. The row state is as before afterwards,
-and no row reads KV or a state that it has not written. Where the model has states, rows beyond those that have a place
-for one are drafts.
+A verify step runs first: it compiles and loads the kernels that only verify steps launch. The rows hold different
+tokens in pages of their own, so in a mixture each row chooses its own experts. A row's context is one token. Steps
+write the row state, the KV of the rows' pages, states of linear attention, and the slot. The row state is restored
+afterwards, and no row reads KV or a state that it has not written. Where the model has states, rows without a place for
+a state are drafts.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Drafters: what makes drafts, on the host and on the device, and how the settings name them.
 
-A draft is a token that a row is expected to draw next. A verify step puts the drafts of a row in with its last token;
-those that equal the tokens drawn are accepted. A wrong draft costs time and changes no token.
+A draft is a token that a row is expected to draw next. A verify step puts in a row's last token and its drafts; drafts
+that equal the tokens drawn are accepted. A wrong draft costs time and changes no token.
 
     on the host      asked for a path, before a step: the tokens after the committed ones of a completion. A verify
                      step takes its drafts from the path, at the position where the row is when the step runs

@@ -152,7 +152,7 @@ class DraftsFeature(AheadPlanner):
             self.planner.ran(plan, self._after(plan), tokens, seconds, self.counts)
 
     def _after(self, plan: Plan) -> DraftAfter:
-        """The drafter's work after a step; after one of prompts it is what the planner says now."""
+        """The drafter's work after a step; after a step of prompts, what the planner says now."""
         if isinstance(plan, DraftPlan):
             return plan.after
         return self.planner.after_prompts if plan.kind == "prefill" else DraftAfter.NOTHING

@@ -47,8 +47,8 @@ READ, DRAFT = "read", "draft"
 class ModelDrafter(DeviceDrafter):
     """Runs the draft model of `model` for the rows of a row state. Decode steps have up to `step_rows` rows.
 
-    The kernels run its experts where they can. Its inputs and outputs of a decode step are in memory of its own, at
-    fixed addresses, so it can be captured.
+    The kernels run its experts where they can. Inputs and outputs of a decode step are in the drafter's own memory, at
+    fixed addresses, so the work can be captured.
     """
 
     def __init__(self, model: Decoder, rows: RowState, next_RG: torch.Tensor, step_rows: int) -> None:
@@ -230,7 +230,7 @@ class ModelDrafter(DeviceDrafter):
         return hidden_TH
 
     def _following(self, step: StepInput, output_4R: torch.Tensor) -> torch.Tensor:
-        """The token that follows each token of a prefill: the next one of the prompt, or the one that was drawn."""
+        """The token that follows each token of a prefill: the prompt's next token, or the drawn token."""
         following_T = step["tokens"].roll(-1)
         following_T[step["query_starts"][1:].long() - 1] = step["next_tokens"]
         if step.header.draws:

@@ -8,8 +8,8 @@ Everything runs on the compute stream, so the search starts from the newest toke
 suffix drafter on the host (`suffix_drafter.py`) knows more texts, but starts from the last committed token:
 after a refused draft, its next path is wrong as well.
 
-Token ids are stored by page, like KV. So a prompt from the prefix cache brings its ids along, and so do pages that come
-back from host memory. All ranks of a tensor group hold equal ids, so their drafts are equal.
+Token ids are stored by page, like KV. So a prompt from the prefix cache brings its ids along, as pages from host memory
+do. All ranks of a tensor group hold equal ids, so their drafts are equal.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Chooses the decode rows that get drafts in the next step, and the number of drafts.
 
-Drafts come from a drafter on the host, or from one on the device (`drafter`).
+Drafts come from a drafter on the host or on the device (`drafter`).
 
 The drafter on the host gives a path, which begins after the committed tokens of a row. The row's drafts begin later: at
 the position of the row once the steps in flight have run. Each of these steps draws one token or, if drafts are
@@ -33,7 +33,7 @@ from rollout.engine.sequence.sequence import Sequence
 #: a plain step is unknown.
 _ASKED_EVERY, _ASKED_SOON = 8, 4
 
-#: Gives a row pages for a number of tokens after its last one, as far as there are any.
+#: Gives a row pages for a number of tokens after its last token, as long as pages are free.
 Grow = Callable[[Sequence, int], None]
 
 
@@ -159,7 +159,7 @@ class DraftPlanner:
         return DraftChoice(drafts, after)
 
     def launched(self, plan: Plan, after: DraftAfter) -> None:
-        """Note a launched plan: its rows now have the drafts that the device makes next, and no older ones."""
+        """Note a launched plan: its rows now have only the drafts that the device makes next."""
         if not self._makes:
             return
         made = self.most if after is DraftAfter.DRAFT else 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rollout.engine.sequence.sequence import Sequence
 
-#: `_KEPT`: what a newer draft leaves of the weight of a row's older ones. `_OTHERS`: weight of all rows' average,
+#: `_KEPT`: decay of the weight of a row's older drafts at each newer draft. `_OTHERS`: weight of all rows' average,
 #: counted in drafts.
 _KEPT, _OTHERS = 0.95, 4.0
 
@@ -47,7 +47,7 @@ class Acceptance:
     def follow(self, tokens: Seq[int], begin: int, path: Seq[int]) -> None:
         """Compare the kept path with the committed `tokens`; then keep `path`, which begins at `begin`, if any.
 
-        While more tokens are needed to tell how far the kept one is right, it stays.
+        The kept path stays while more tokens are needed to tell how far it is right.
         """
         self.settle(tokens)
         if not self._path:
@@ -84,7 +84,7 @@ class RowDrafts:
     followed: bool = False  # the drafter on the host knows the row
     next: int = 0  # drafts of the device in the row state, once everything launched has run
     known: list[int] = field(default_factory=list)  # drafts that the device made after its last committed step with any
-    stopped: bool = False  # its constraint could not be followed along drafts: it has no more of them
+    stopped: bool = False  # its constraint could not be followed along drafts: the row gets no more drafts
 
     @property
     def spare(self) -> int:

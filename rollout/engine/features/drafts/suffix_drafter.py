@@ -1,24 +1,24 @@
 """Drafts by suffix matching: what followed the last tokens before, in the same prompt's texts.
 
 A completion is compared with its prompt, with itself, with the group's other completions as they grow, and with earlier
-completions: a trainer repeats its prompts at every epoch. Earlier ones are kept by prompt, within a number of tokens;
-the prompt that was used longest ago goes first. A token takes about 300 bytes.
+completions: a trainer repeats its prompts at every epoch. Earlier completions are kept by prompt, within a number of
+tokens; the least recently used prompt is dropped first. A token takes about 300 bytes.
 
-    a prompt in use    prompt + running completions | ended ones: kept
-    another prompt     prompt + ended ones: kept
+    a prompt in use    prompt + running completions | kept: ended completions
+    another prompt     prompt + kept: ended completions
 
-A prompt in use keeps its ended completions while they have no more tokens than its other texts: to drop them, the index
-of the other texts is built anew.
+A prompt in use keeps its ended completions until they have more tokens than its other texts. Then the index is built
+anew from the other texts.
 
 The index finds earlier occurrences of a text's last tokens, in the texts of one prompt:
 
     texts     0: the prompt | 1, 2, ...: completions, each after the end of the prompt, in the order of their beginning
     gram      the last `LEAST` tokens before a position, as one integer; two grams are equal only if their tokens are
     place     (text, position) where a gram ends and a token follows. Places are numbered as they become known; each
-              refers to the place before it with the same gram, so the newest ones are found first
+              refers to the place before it with the same gram, so the newest places are found first
 
-A match is the place, among the newest `CANDIDATES` of the text's last gram, before which most tokens are equal, counted
-up to `MOST`. Of several such places it is the newest.
+A match is one of the newest `CANDIDATES` places of the text's last gram: the place with the most equal tokens before
+it, counted up to `MOST`; of several such places, the newest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKEN_BITS = 24  # bits of one token in a gram
 
 
 class Match(NamedTuple):
-    """A place like the end of a text."""
+    """A place that ends like a text."""
 
     text: int
     position: int  # position in `text` of the token that follows
@@ -254,7 +254,7 @@ class SuffixDrafter:
                 self._drop_ended(texts)
 
     def _drop_ended(self, texts: _Texts) -> None:
-        """Index the prompt and its running completions anew, without the ended ones."""
+        """Index the prompt and its running completions anew, without ended completions."""
         before, index = texts.index, SuffixIndex(texts.index.prompt)
         versions: list[int | None] = [None]
         for running in sorted(texts.running, key=lambda running: running.text):

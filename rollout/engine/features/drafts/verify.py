@@ -12,8 +12,8 @@ On a GPU each is one launch (`rollout_kernels.step.triton_verify`), and some mor
 
 The decode step in between knows nothing of drafts: each draft row writes the KV of its draft before any row attends,
 and draws with the numbers of its own position, with the token counts that it would have. So x0, and the token after
-each accepted draft, are the tokens that steps of one token would draw. Then r goes on after the last of them. What
-refused drafts have written lies beyond its length; the next step writes there again.
+each accepted draft, are the tokens that steps of one token would draw. Then r goes on after the last of them. Refused
+drafts have written beyond the row's length; the next step writes there again.
 
 Legend: R rows of the row state, G drafts that the device makes for a row, M rows with drafts, K most drafts of one,
 N drafts of all, W tokens of a path, V vocabulary.

@@ -69,7 +69,7 @@ class ImageEncoder(DeviceFeature[None]):
 
     @classmethod
     def make(cls, site: Site) -> ImageEncoder | None:
-        """The tower with its buffer, if the model has one. Raises ValueError if the buffer does not fit."""
+        """The tower with its buffer, if the model has a tower. Raises ValueError if the buffer does not fit."""
         engine, device, memory = site.settings.engine, site.device, site.memory
         tower = site.model.tower if isinstance(site.model, Decoder) else None
         if tower is None:

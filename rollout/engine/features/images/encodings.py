@@ -4,8 +4,8 @@
 
 An encoding is needed from its own step to the last step that computes KV of its tokens. All steps run on one stream, so
 a cell is free once no planned step needs it: a later encoding overwrites the cell after the earlier steps have read it.
-So nothing is freed by hand. The least recently used encodings go first. If a request needs one again, it is encoded
-again from the pixels, which requests keep on the host.
+So nothing is freed by hand. The least recently used encodings go first. An image that is needed again is encoded
+again: requests keep pixels on the host.
 
 Encodings belong to the weights of the tower: an update that changes these drops all of them.
 """

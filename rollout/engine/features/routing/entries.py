@@ -1,11 +1,11 @@
-"""The experts of tokens on the host: by page where their KV is, and what one sequence has not sent of its own.
+"""The experts of tokens on the host: by page of KV, and the entries that one sequence has not sent yet.
 
 An entry lies where the KV of its token lies: same page, same place in the page. Steps are committed in the order of
 launch, so `ExpertPages` mirrors the KV pages, one commit late: if a page is shared, copied, cached or evicted, so are
 the entries of its tokens. `record` says how a step records them and how they are packed.
 
-Entries of KV that is on the host (`offload`, `tier`) are kept with it, by its page number there. `feature` says when
-they go back to the pool's pages.
+Entries of KV on the host (`offload`, `tier`) are kept by the number of the host page. `feature` says when they go back
+to the pool's pages.
 
 A preempted sequence takes its entries along (`SequenceExperts.keep`): they belong to the forwards that made its tokens.
 Its pages will hold the entries of the forwards that compute its KV again.
@@ -25,7 +25,7 @@ def entry_words(shape: RoutingShape) -> int:
 
 
 class ExpertPages:
-    """The entries of all tokens whose KV is in the pool, by page. The host maps memory when a page is first used."""
+    """The entries of all tokens with KV in the pool, by page. The host maps memory when a page is first used."""
 
     def __init__(self, shape: RoutingShape, pages: int, page_size: int, host_pages: int = 0) -> None:
         self.shape = shape

@@ -57,7 +57,7 @@ class RoutingFeature(RequestFeature, PageMirror):
             experts.sent(seq.consumed)
 
     def left(self, seq: Sequence) -> None:
-        """A preempted sequence takes its entries along: those in its pages may be computed again."""
+        """A preempted sequence takes its entries along: the entries in its pages may be computed again."""
         if seq.group.request.routing_from is not None and not seq.finalized:
             self._of(seq).keep(self.entries, seq.kv.pages, seq.consumed)
 

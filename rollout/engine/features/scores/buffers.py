@@ -1,4 +1,4 @@
-"""Scores that a step computes where a request asks for them: likeliest tokens, log-probs of a prompt.
+"""Scores that a step computes on request: likeliest tokens, log-probs of a prompt.
 
               device                                     host, pinned
     tops      [rows, 2, K] int32   ids, float bits       -D2H->     in steps where a row asks for them
@@ -8,12 +8,13 @@
     chosen    [words] float32                            -D2H->     of prompts with tokens that a request names
     entropy   [chunk tokens] float32                     -D2H->     of prompts whose request asks for it
 
-Prompts are scored in two lists. The narrow buffer has positions with their own token and up to 20 likeliest ones; the
-wide buffer does not affect its numbers. The wide one has the rest: its steps are as long as `WIDE_WORDS` allows.
+Prompts are scored in two lists. The narrow buffer has positions with their own token and up to 20 likeliest tokens; the
+wide buffer does not affect its numbers. The wide buffer has all other positions: its steps are as long as `WIDE_WORDS`
+allows.
 
 All are log-softmax of the model's own logits: before temperature, penalties, bias, bans and masks. The upload of a step
-says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
-CUDA takes a copy with gaps through memory that is not pinned, and the host would wait for it.
+lists the rows and positions to score; a step without any enqueues no scoring. Each copy is one contiguous piece: CUDA
+takes a copy with gaps through memory that is not pinned, and the host would wait.
 
 Where each rank of a tensor group has the logits of a part of the vocabulary, the ranks exchange the largest logit of
 each row, then sums, the likeliest tokens of their part, and how many tokens are likelier than the prompt's. All ranks
@@ -38,12 +39,12 @@ from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_L
 #: Prompt positions that go through the output layer at a time; only their logits exist at once. On a GPU every piece
 #: has this size: another size may need another kernel, and nothing is compiled while serving.
 SCORED_AT_ONCE = 128
-#: Scored positions of a step's wide list, times the most tokens at one of them: the size of its buffers.
+#: Words of the wide buffers: a step's wide positions, times the most tokens at a position.
 WIDE_WORDS = 1 << 19
 
 
 def scored_multiple(device: torch.device) -> int:
-    """An upload pads its scored positions to a multiple of this."""
+    """The number to whose multiples an upload pads its scored positions."""
     return SCORED_AT_ONCE if device.type == "cuda" else 1
 
 
@@ -157,8 +158,8 @@ def vocabulary(shard: VocabShard | None) -> VocabularyPart:
 class PromptBuffers:
     """The buffers for one list of scored positions.
 
-    `positions`: how many at most; `tops_words`, `chosen_words`: the most of them times their likeliest tokens, and
-    times the named ones.
+    `positions`: how many at most; `tops_words`, `chosen_words`: the most positions times their likeliest tokens, and
+    times the named tokens.
     """
 
     def __init__(self, device: Device, positions: int, tops_words: int, chosen_words: int = 0) -> None:
@@ -301,7 +302,7 @@ def _log_sum_exp(logits_RV: torch.Tensor, exact: bool, vocab: VocabularyPart) ->
     """[R]; no logit is above 0, and all are overwritten.
 
     A GPU groups the additions by the number of rows. With `exact` the terms are whole multiples of 2^-43, so a row's
-    sum does not depend on the other rows; this takes more memory and time. 2^19 tokens cannot overflow.
+    sum does not depend on the other rows, at a cost in memory and time. 2^19 tokens cannot overflow.
     """
     probs_RV = logits_RV.exp_()
     if exact:

@@ -76,7 +76,7 @@ class _List:
     entropy: bool = False
 
     def add(self, span: Span, begin: int, first: int, scored: int) -> None:
-        """Add `scored` tokens of a span, after its `first` ones; the span begins at token `begin` of the step."""
+        """Add `scored` tokens of a span, after its `first` tokens; the span begins at token `begin` of the step."""
         request, token = span.seq.group.request, span.start + first + 1
         self.at.append(np.arange(begin + first, begin + first + scored))
         self.targets.append(request.prompt.token_ids[token : token + scored])
@@ -210,7 +210,7 @@ class ScoresFeature(RequestFeature):
 
 
 def _first_scored(request: Request) -> int:
-    """The first token of a prompt whose logits are scored: they give the log-prob of the next one."""
+    """The first token of a prompt whose logits are scored: its logits give the log-prob of the next token."""
     return max(request.scored_from - 1, 0)
 
 

@@ -206,7 +206,7 @@ def own_folder(folder: Path) -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (own / _LOCK).exists():
             return own, lock
-        os.close(lock)  # another worker that begins took it for one that is left
+        os.close(lock)  # another worker at its start took it for a leftover
 
 
 def delete_files(own: Path) -> None:

@@ -3,13 +3,14 @@
 `known` says what is written and read. The threads of `disk_files` do it, and no other thread waits for them. A page
 is a file in a subfolder of this worker. States of linear attention are pages of another subfolder.
 
-With several ranks each one writes and reads its part of a page, the others in subfolders of this one. A page is written
-or read when all ranks have done so, and failed if any of them failed. A faulty folder costs hits, and nothing else:
+With several ranks each rank writes and reads its part of a page; other ranks' subfolders lie in rank 0's. A page is
+written or read when all ranks have done so, and failed if any of them failed. A faulty folder costs hits, and nothing
+else:
 
 - After a failed write nothing more is written. Existing files are still read.
 - A read that fails, or returns other content, is a miss.
-- If no read ends for `patience_s`, all are given up, and the folder is not used any more. The other ranks learn it
-  before any order that uses the pages of host memory again.
+- If no read ends for `patience_s`, all reads are given up, and the folder is not used any more. The other ranks hear
+  this before any order that uses the pages of host memory again.
 
 The subfolder is locked while its worker lives. It is deleted when the worker ends, or when the next worker starts that
 has the same folder.
@@ -47,7 +48,7 @@ _MOST_JOBS = 64
 _WAIT_S = 0.02
 #: The time between two looks at other ranks, seconds.
 _LOOK_S = 0.001
-#: A look at reads counts twice this at the most: this process may have been stopped meanwhile.
+#: The most that a look at reads counts is twice this time: the process may have been stopped meanwhile.
 _READS_LOOK_S = 0.5
 #: The most keys of one order.
 _KEYS = 4096

@@ -204,7 +204,7 @@ class Fetches:
     def _leave_out(self, move: FetchedMove) -> None:
         """End a fetch before a missing page: its sequences compute from there.
 
-        A half-full page and the state with it have one key, which stays with the fetch while the other one is read.
+        A half-full page and its state have one key, which stays with the fetch until both are read.
         """
         if not move.end.key:
             self._forget(move)

@@ -5,14 +5,14 @@ Every page is in exactly one of five states:
     free       without an owner
     taken      owned by a preempted sequence (`offload`)
     written    a copy of a known page of the pool is on its way to it
-    kept       it has the KV of a known prefix, found by the same key as in the pool
-    read       kept, and a copy reads it: it stays until that has ended
+    kept       has the KV of a known prefix, found by the same key as in the pool
+    read       kept, and a copy reads it: it stays until the copy has ended
 
 A kept page may be written to disk meanwhile (`disk_pages`); the write is valid if the page stays kept until its end.
 States of linear attention on the host are kept in the same way, by books of their own: a place is a page there.
 
-Preempted sequences come first: kept pages have only the room that these leave. Spare pages give way first: what the
-pool has, too, and will look at again before it evicts the page. Then the least recently used kept page gives way; pages
+Preempted sequences come first: kept pages get the rest of the room. Spare pages give way first: copies of pages that
+the pool has, too, and will look at again before it evicts them. Then the least recently used kept page gives way; pages
 of sessions with a lease give way last.
 """
 
@@ -190,7 +190,7 @@ class HostPageBooks:
         return 0 < len(self._unseen) and 2 * (len(self._free) + self.kept - len(self._unseen)) < self.total
 
     def look(self) -> tuple[bytes, HostEntry]:
-        """Key and page of the least recently used page that `look` has not returned. There must be one."""
+        """Key and page of the least recently used page that `look` has not returned. Such a page must exist."""
         key, _ = self._unseen.popitem(last=False)
         return key, self._kept.get(key) or self._read[key]
 

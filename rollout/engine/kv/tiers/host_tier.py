@@ -91,13 +91,13 @@ class HostTier(KVTier):
     def fetch_for(self, room: Room, seq: Sequence, prefix: TierPrefix, oldest: int, spare: int) -> Fetch | None:
         """See `KVTier`.
 
-        After `_MOST_FETCHES` fetches its pages are evicted before it gets a row, so it is better computed.
+        After `_MOST_FETCHES` fetches, its pages would be evicted before it gets a row: the prefix is computed.
         """
         mine, given_way = in_host_tier(seq), room.given_way
         spare += room.pages_wanted(seq) - len(prefix.first) - len(prefix.keys) + prefix.half
         begins = mine.fetches < _MOST_FETCHES
         fetch = self._fetch(room, prefix, oldest, spare, begins)
-        # There may be room without that page, which is copied. If sessions gave way, `first` may be of one of them.
+        # There may be room without that page, which is copied. If sessions gave way, `first` may have been a session's.
         if fetch is None and prefix.half and room.given_way == given_way:
             fetch = self._fetch(room, prefix._replace(keys=prefix.keys[:-1]), oldest, spare, begins)
         mine.fetches += fetch is not None
@@ -108,7 +108,7 @@ class HostTier(KVTier):
         return self._fetch(room, prefix, oldest, spare, begins=True)
 
     def _fetch(self, room: Room, prefix: TierPrefix, oldest: int, spare: int, begins: bool) -> Fetch | None:
-        """The fetch of the prefix, or another one that is under way and brings a part of it."""
+        """The fetch of the prefix, or a fetch under way that brings a part of it."""
         first, keys, end, _ = prefix
         fetches = self.known.fetches
         for key in (*keys[:1], end.key):

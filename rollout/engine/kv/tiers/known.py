@@ -10,8 +10,8 @@ This module says what leaves the device, and what leaves the host; `fetches` bri
 With states of linear attention the *end* of a prefix goes along: the state after it, and the page in which it ends if
 that is half full. Both have the key of the snapshot.
 
-Admissions wait until the pages that they take are on the host (`writing`). A row that grows does not: if it takes a
-page that is not there yet, the page is lost. The next sequence with that prefix computes it again.
+Admissions wait until the pages that they take are on the host (`writing`). A row that grows does not wait: if it takes
+a page before its copy is on the host, the page's KV is lost. The next sequence with that prefix computes it again.
 
 Invariants:
 - Only pages that no step in flight writes to are copied to the host: cached pages, idle sessions' pages, and pages of
@@ -74,7 +74,7 @@ class KnownBooks:
 
     @property
     def room(self) -> int:
-        """Pages that the host can take without losing others."""
+        """Pages that the host can take without losing other pages."""
         return 0 if self.closed else self.host.spare
 
     @property
@@ -269,7 +269,7 @@ def _first(due: deque[KnownMove], most: int) -> list[KnownMove]:
 
 
 def _end_writes(host: HostPageBooks, moves: list[KnownMove], good: list[KnownMove]) -> None:
-    """The host keeps the good ones; the room of the others is free."""
+    """The host keeps the good pages; the room of the other pages is free."""
     kept = set(good)
     for move in moves:
         if move in kept:

@@ -3,9 +3,9 @@
 `OffloadBooks` says where each page is; it touches no tensor. In each tick `host_tier` has `page_mover` copy the pages
 that these books and the books of known pages (`known`) name. A sequence passes through four calls:
 
-    take       it has left its row and no step in flight names it: its pages become offloaded pages
+    take       its row is left and no step in flight names it: its pages become offloaded pages
     next_out   an offloaded page without other users is copied to the host; then its pool page is free
-    restore    it is admitted again: it shares what is still in the pool, the rest is copied into new pool pages
+    restore    at its next admission it shares pages still in the pool; the rest is copied to new pool pages
     drop       its first step is launched, it ends, or its KV is invalid: the offloaded pages are no longer needed
 
 States of an offloaded page, the KV of one page of preempted sequences:
@@ -29,7 +29,7 @@ Invariants:
 - A sequence may take a page back and write to it while the page is copied out: that copy is never used.
 - A page with several owners is never written to: it is full, and was shared before.
 
-A failed copy ends offloading: offloaded sequences are computed again, and so are those that are preempted later.
+A failed copy ends offloading: sequences that are offloaded, or preempted later, are computed again.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class OffloadBooks:
     def take(self, seq: Sequence) -> bool:
         """Take the pages of a sequence. True: they are offloaded pages now. False: the caller must release them.
 
-        A sequence that was being restored has its offloaded pages already; one that has ended needs none.
+        A sequence that was being restored has its offloaded pages already; an ended sequence needs none.
         """
         mine = in_host_tier(seq)
         mine.fetches = 0

@@ -4,7 +4,7 @@
     kv_in     (steps in flight) index | a copy from the host for each page | scatter them into pages of the pool | end
 
 In the pool, a page has a part in each layer's keys and in each layer's values. On the host it is one stretch. So a copy
-over the bus is one page, one or two MB: a step's own copy waits for no more than that. A piece needs one gather or
+over the bus is one page, one or two MB: a step's own copy waits at most for one page. A piece needs one gather or
 scatter for each tensor.
 
 Only `PageMover.wait` waits: the caller starts a piece and asks for finished ones later. A direction has at
