@@ -113,9 +113,9 @@ def allocate_host_states(site: Site) -> HostMemory:
 def open_disk(
     engine: EngineSettings, mover: PageMover | None, share: float, again: bool, name: str, orders: RankOrders
 ) -> DiskPages:
-    """The folder for what leaves the host memory of a mover, if there is one, with a share of `disk_kv_gib`.
+    """The folder for KV that leaves a mover's host memory, with a share of `disk_kv_gib`, if settings ask for one.
 
-    `again`: after a fault, if it can still be used. Other ranks that take `orders` have equal parts of it.
+    `again`: after a fault, if it can still be used. Other ranks that take `orders` have equal parts of the share.
     """
     if engine.disk_kv_folder is None or not engine.disk_kv_gib or mover is None:
         return NO_DISK

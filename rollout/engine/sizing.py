@@ -5,8 +5,8 @@
                                                  |<--------- kv_memory_fraction ---->|
 
 The memory of the largest steps is measured, with a margin for fragments. The memory kept free on a GPU is for
-communicators and buckets of updates, and for whole tensors of updates in place. These needs do not grow with the GPU,
-so by default little more than a constant is kept.
+communicators and buckets of updates, and for whole tensors of updates in place. Needs of the start and of steps do not
+grow with the GPU, so by default little more than a constant is kept.
 
 On a CPU steps are not measured and count as 0, and the default fraction is small: the trainer, the page cache and
 other programs share this memory.

@@ -1,16 +1,16 @@
-"""Sleep and wake: the device's memory is given back to other processes, and taken back later.
+"""Sleep and wake: the device's memory is given to other processes, and taken back later.
 
     awake --Sleep--> falling --> emptying --> asleep --WakeUp--> awake; after level 2 stale
                                `-- refused: awake again
 
     falling    no step is launched, no update begins; until no step is in flight and no update is inside
-    emptying   rows are preempted. At level 1 their KV is offloaded (`tier`) as far as the host has room for it, and
-               they get it back when they are admitted again; other KV is computed again. Until no page is in use
+    emptying   rows are preempted. At level 1 their KV is offloaded (`tier`) while the host has room, and comes back at
+               their next admission; other KV is computed again. Until no page is in use
     asleep     the memory is given back; a wake that finds too little memory changes nothing
 
-The gate knows falling (emptying included) and asleep; this module does the work. Orders are carried out one after the
-other, as they arrive. Each gets one answer, when it has taken effect. While asleep, a sleep of a higher level drops
-what was kept, and any other sleep changes nothing. While awake, a wake changes nothing.
+The gate knows falling (emptying included) and asleep; this module does the work. Orders are carried out in the order of
+arrival. Each order gets one answer, when it has taken effect. While asleep, a sleep of a higher level drops the kept
+data, and any other sleep changes nothing. While awake, a wake changes nothing.
 
 Invariants:
 

@@ -4,8 +4,8 @@
                    later steps run after the copy, in stream order
 
 A ready update waits while the gate says so: for the swap before it, or for recomputation (`Recomputation`). An update
-for a feature needs no copy here: the feature takes it like a command. Weights that an update writes in place, while
-generation is held, change elsewhere.
+for a feature needs no copy here: the feature takes the update like a command. Weights that an update writes in place,
+while generation is held, change elsewhere.
 """
 
 import time
@@ -28,7 +28,7 @@ from rollout.metrics.meter import Meter
 class Recomputation:
     """Counts the time of prefills that an update caused; says whether the next update waits for them.
 
-        update applied                                  the next one may be applied
+        update applied                                  the next update may be applied
            |-- rows that lost their KV are prefilled --|-- rows decode --|
            |          `_pending` is not empty                            |
            |<----------- time since: `spent_s` is at most `most` of it ->|
@@ -37,19 +37,20 @@ class Recomputation:
     was complete, the rows at the end of the queue would never decode. So the next update waits until no prefill is
     pending, and until the prefills took at most the part `most` of the time since the last update.
 
-    The wait is bounded. A pending sequence holds a row, or waits for the prefill of one that does: it needs nothing but
-    steps. One that gets no row at once, because pages are short or requests of a higher priority came first, is no
-    longer pending. When none is pending, `spent_s` is fixed, and the wait ends `spent_s / most` after the last update.
+    The wait is bounded. A pending sequence holds a row, or waits for the prefill of a sequence with a row: it needs
+    nothing but steps. A sequence that gets no row at once, because pages are short or requests of a higher priority
+    came first, is no longer pending. When no sequence is pending, `spent_s` is fixed, and the wait ends `spent_s /
+    most` after the last update.
 
     Args:
-        most: largest share of the time since the last update that recomputation may take before the next one.
+        most: largest share of the time since the last update that recomputation may take before the next update.
         clock: monotonic seconds.
     """
 
     def __init__(self, most: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most = most
         self.clock = clock
-        self.spent_s = 0.0  # time spent on these prefills since the last update
+        self.spent_s = 0.0  # time spent on prefills of lost KV since the last update
         self._since_s = clock()
         self._pending: set[Sequence] = set()
 

@@ -9,12 +9,12 @@
                 +--------------------------------------------------------------------------------------+
 
     rows, new_pages        int64, int32 [size]: row of each span, 0 for padding; page that its token opens, 0 for none
-    segments               int32 [2 size, W]: what neighbouring rows share (`segments.make_segments`); only of an engine
-                           whose attention reads shared pages once
-    tokens, positions,     int64 [T]: token ids, where they sit in their rows, the span that each belongs to
+    segments               int32 [2 size, W]: the shared parts of neighbouring rows (`segments.make_segments`); only of
+                           an engine whose attention reads shared pages once
+    tokens, positions,     int64 [T]: token ids, their positions, and the span of each token
       token_span
     ends, lengths          int64 [rows]: context after the step; LENGTH of the row state before the draw
-    sampled_rows, _at      int64 [draws]: rows that draw a token, and the token of the step that each draws after
+    sampled_rows, _at      int64 [draws]: rows that draw a token, and the token of the step before each draw
     query_starts           int32 [rows + 1]: where each span's tokens begin
 
     init_*, page_updates, banned*, bias*, counts*   rows that the step sets up (`row_state.py`)
@@ -28,7 +28,7 @@
 
 The sections of a decode lie first and at the same offset in every upload of its size: captured steps read them there.
 `Header`, words and extras say everything: `execute` needs no other state of the host, so an upload can be sent to a
-process that has a copy of the model, of the KV, of the row state and of what the features keep on the device.
+process that has a copy of the model and of the device's KV, row state and feature data.
 
 The way back is a `StepOutput`: a slot is read into it, and the scheduler commits it.
 """

@@ -1,4 +1,4 @@
-"""Refuses requests, ends those whose time is over, and gives rows to waiting sequences.
+"""Refuses requests, ends overdue requests, and gives rows to waiting sequences.
 
 Admission takes the prompt's pages and one more, but none for the rest of `max_tokens`. A sequence waits for KV that
 another one computes or that comes back from the host, and a new session for sessions that were active of late.
@@ -58,7 +58,7 @@ class Deadlines:
         self._groups.push((at_s, group.sequences[0].arrival), group)
 
     def take_overdue(self, now_s: float) -> list[Group]:
-        """Remove the groups whose time has passed; returns the unfinished ones."""
+        """Remove the overdue groups; returns the unfinished groups."""
         overdue = []
         while (group := self._groups.first(now_s)) is not None:
             self._groups.pop()
@@ -112,12 +112,12 @@ def admit(roster: Roster) -> bool:
 def newcomer_waits(roster: Roster, seq: Sequence, pages: int) -> bool:
     """True if `seq`, which needs `pages` pages, has to wait although idle sessions could be evicted.
 
-    Agents come back: an idle session is one whose tool runs. If every new agent starts at once, each turn takes the
-    pages of the session that comes back next, which then computes its whole context again. So a turn waits if its
-    session has no KV (it is the first turn, or the KV gave way) and if the pages that no session has, together with
-    free pages on the host, are too few for the turn; where rows are dealt to ranks, on each rank. It takes pages of
-    sessions when no row runs, when a session was idle for long, or when the turn itself has waited for long. A turn
-    whose KV is on the host does not wait: it needs no prefill.
+    Agents come back: the tool of an idle session runs. If every new agent starts at once, each turn takes the pages of
+    the session that comes back next, which then computes its whole context again. So a turn waits if its session has no
+    KV (it is the first turn, or the KV gave way) and if the pages that no session has, together with free pages on the
+    host, are too few for the turn; where rows are dealt to ranks, on each rank. It takes pages of sessions when no row
+    runs, when a session was idle for long, or when the turn itself has waited for long. A turn whose KV is on the host
+    does not wait: it needs no prefill.
     """
     group, allocator = seq.group, roster.allocator
     if group.session is None or group.session.kv is not None or seq.begun or not roster.running:

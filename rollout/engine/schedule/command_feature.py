@@ -15,7 +15,7 @@ class CommandFeature(StepFeature, ABC):
     def carry_out(self, command: FeatureCommand, roster: Roster, recompute: bool) -> list[Sequence]:
         """Called for each command of the feature, and for its updates.
 
-        Return the sequences whose KV has to be computed again; with `recompute` these are all that the command changes.
+        Return the sequences whose KV must be computed again; with `recompute`, all sequences that the command changes.
         Raises RefusalError, and then nothing has changed.
         """
 

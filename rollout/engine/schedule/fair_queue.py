@@ -1,20 +1,20 @@
 """The queue for rows: by priority, then fairly between clients, then by arrival; and the order of prompts of rows.
 
 Clients of one priority that wait together get equal numbers of tokens, however many completions each has queued. A
-client has a virtual time, in tokens, and the client with the smallest one is next:
+client has a virtual time, in tokens, and the client with the smallest time is next:
 
     its first sequence enters the queue     time = now + cost
-    a sequence of it gets its first row     now = time; then time = now + cost
-    none of its sequences waits any more    the queue forgets it
+    a sequence gets its first row     now = time; then time = now + cost
+    no sequence waits any more    the queue forgets it
 
 `now` is the virtual time of the client that was admitted last. So a client gets no credit for time in which it did not
 wait, and an endless stream of new clients cannot starve the others. `cost` is the number of tokens that a sequence of
-the client computes and generates. This is known only at the end, so `cost` is a running mean over the sequences that
-have ended: of this client if there are any, otherwise of all clients. Its errors do not add up: they move the mean
-until costs and tokens agree.
+the client computes and generates. That number is known only at the end, so `cost` is a running mean over ended
+sequences: of this client, or of all clients if this client has none. Errors do not add up: they move the mean until
+costs and tokens agree.
 
-A preempted sequence, once it is its client's oldest one in the queue, is ahead of sequences that had no row yet. It
-costs nothing: its client has paid.
+A preempted sequence that is its client's oldest in the queue comes before sequences that had no row yet. It costs
+nothing: its client has paid.
 
 The method is self-clocked fair queueing (S. J. Golestani, "A self-clocked fair queueing scheme for broadband
 applications", INFOCOM 1994), with measured costs.
@@ -171,7 +171,7 @@ class _WaitingClient:
         return self.waiting.get(seq.group.variant, _NONE_WAIT)
 
     def key(self, first: Sequence) -> tuple[int, float, int]:
-        """The place of its first sequence of a line among the first sequences of all clients."""
+        """The order of a client's first sequence among the first sequences of all clients in a line."""
         return -first.priority, _PREEMPTED if first.begun else self.time, first.arrival
 
 
@@ -198,7 +198,7 @@ class _Head:
     client: _WaitingClient
 
     def outdated(self) -> bool:
-        """True if another one has replaced it."""
+        """True if a newer entry has replaced it."""
         return self.client.heads.get(self.seq.group.variant) is not self
 
 
@@ -271,7 +271,7 @@ class PromptOrder:
     def __init__(self, prefilling: list[Sequence]) -> None:
         self._prefilling = prefilling
         self._now = 0
-        self.last_due: dict[str, int] = {}  # client -> due time of its last row; past ones may be missing
+        self.last_due: dict[str, int] = {}  # client -> due time of its last row; past times may be missing
 
     def admit(self, seq: Sequence, tokens: int) -> None:
         """Add a sequence that has got a row, and has to compute this many tokens of its prompt."""

@@ -57,7 +57,7 @@ class Span(NamedTuple):
 class TokensAhead(Protocol):
     """Tokens that a feature expects next: they go into a decode row after its last token, before they are drawn.
 
-    The step draws a token after each. Those before the first one that differs from the token drawn are kept.
+    The step draws a token after each. Tokens before the first difference from the tokens drawn are kept.
     """
 
     @property

@@ -1,15 +1,15 @@
 """Preemption: sequences lose their row because pages run short, weights change, or all KV leaves.
 
 **Pages run short** (`grow_rows`). Idle sessions give way first, then shared prompts, then a row of the lowest priority:
-the youngest row of the client that has most of them, so a client with few rows does not pay for others. Where the KV
+the youngest row of the client with the most rows, so clients with few rows do not pay for other clients. Where the KV
 of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
 little before its pages are needed, and a row whose page is not free yet is left out of one step.
 
-**Weights change** (`change_weights`), or something else that KV depends on (`restart_prompts`). A row goes on with the
-KV that it has, and so does a sequence whose KV is offloaded or on its way back. With `recompute` both are computed
-again. Three kinds are always computed again: a row without a launched step, a prompt that was offloaded before its
-first token, and a prompt that is due (`Group.due_from`). Other sequences use KV of older weights up to
-`engine.max_kv_age`; a row without a launched step goes on if the KV that it has found is not older.
+**Weights change** (`change_weights`), or something else that KV depends on (`restart_prompts`). Rows, and sequences
+whose KV is offloaded or on its way back, go on with their KV. With `recompute` both are computed again. Three kinds are
+always computed again: a row without a launched step, a prompt that was offloaded before its first token, and a prompt
+that is due (`Group.due_from`). Other sequences use KV of older weights up to `engine.max_kv_age`; a row without a
+launched step goes on if the KV that it has found is not older.
 
 **All KV leaves the pool** (`release_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.
@@ -22,7 +22,7 @@ from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.sequence.sequence import Sequence, SequenceState
 
-#: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
+#: A row is preempted this many tokens before its pages are needed, where they must be copied first.
 _SOON = 4
 
 

@@ -1,13 +1,12 @@
 """Sequences without a row: what enters the queue, and what waits for a prefill or for newer weights.
 
-At first one member of a group is queued. The others are queued when its prefill is launched, and take the prompt's
-pages, which the group shares from then on. A request with a `min_version` enters the queue when the weights have that
-version.
+At first one member of a group is queued. The other members are queued when its prefill is launched, and share the
+prompt's pages from then on. A request with a `min_version` enters the queue when the weights have that version.
 
-A sequence whose KV is in a tier leaves the queue until that is back in the pool.
+A sequence whose KV is in a tier leaves the queue until the KV is back in the pool.
 
-A sequence whose tokens another sequence is prefilling leaves the queue until these tokens are launched. If that prefill
-stops, the first sequence that waited computes the tokens, and the others wait for it. A new session may wait for room
+A sequence whose tokens another sequence is prefilling leaves the queue until the tokens are launched. If the prefill
+stops, the first waiting sequence computes the tokens, and the other ones wait for it. A new session may wait for room
 (`newcomer_waits`).
 """
 
@@ -28,7 +27,7 @@ _MOST_LOOKED_AT = 32  # bounds the time of an admission while many sessions wait
 
 
 class _Joined(NamedTuple):
-    """A sequence that waits for another one's prefill, or for a fetch."""
+    """A sequence that waits for another sequence's prefill, or for a fetch."""
 
     seq: Sequence
     tokens: int  # tokens that the prefill has to launch
@@ -93,7 +92,7 @@ class QueueFeed:
         insort(self._held, _Held(seq, pages, self.queue.withdraw(seq)), key=lambda held: held.seq.order)
 
     def queue_held(self, waits: Callable[[Sequence, int], bool]) -> None:
-        """Queue the first of the sequences that wait for room, if one of the first `_MOST_LOOKED_AT` has it now."""
+        """Queue the first sequence that waited for room and has it now, among the first `_MOST_LOOKED_AT`."""
         first = self._held[:_MOST_LOOKED_AT]
         held = next((held for held in first if not waits(held.seq, held.pages)), None)
         if held is not None:
@@ -106,7 +105,7 @@ class QueueFeed:
         return bool(self._held)
 
     def joined_sequences(self) -> set[Sequence]:
-        """The sequences that wait for another one's prefill, or for a fetch."""
+        """The sequences that wait for another sequence's prefill, or for a fetch."""
         return {waiting.seq for joined in self._joined.values() for waiting in joined}
 
     def fetch_ended(self, fetch: Fetch) -> None:
@@ -121,13 +120,13 @@ class QueueFeed:
             self._joined[seq] = later
 
     def prefill_stopped(self, seq: Sequence) -> None:
-        """Queue the sequences that waited for this prefill: it stops, or its KV is of no use to them."""
+        """The prefill stops, or its KV is of no use to the sequences that waited for it: queue them."""
         self._allocator.prefixes.drop_frontier(seq)
         self._queue_again(self._joined.pop(seq, []))
 
     @property
     def _room(self) -> list[int]:
-        """Pages of each rank for an admission, and all that need no copy first: pages of sessions need one."""
+        """Pages of each rank for an admission; then all pages that need no copy first, so none of sessions."""
         return [*self._allocator.admissible, self._allocator.pool.available - self._allocator.tier.writing]
 
     def note_misfit(self, seq: Sequence, rows: list[int], pages: int) -> None:
@@ -152,7 +151,7 @@ class QueueFeed:
                 self._lead_again(group)
 
     def first_launched(self, first: Sequence, version: int) -> None:
-        """A first member's last chunk is launched: queue the others if they can share its pages, else the next one."""
+        """A first member's last chunk is launched: queue all others if they can share its pages, else the next."""
         group = first.group
         group.first = None
         if group.others and self._allocator.share_prompt(first, version):

@@ -1,8 +1,8 @@
-"""The roster: all sequences of an engine by where they are, and the one place where a row and its pages are given back.
+"""The roster: all sequences of an engine by state, and the only code that gives back a row and its pages.
 
-    waiting     no row yet, or none any more: in the queue, or waits for its group's first member or for newer weights
+    waiting     no row, in the queue, or waiting for its group's first member or for newer weights
     prefilling  has a row; its prompt is not all launched
-    decoding    has a row; a token of it is drawn at every step
+    decoding    has a row; draws a token at every step
     leaving     preempted; its tokens in flight still commit, then it waits again
 
     start       waiting          --> prefilling
@@ -218,7 +218,7 @@ class Roster:
         self.take_off(seq, offload=True)
 
     def take_off(self, seq: Sequence, offload: bool = False) -> None:
-        """Take a sequence out of its row; it waits for a row again once its tokens in flight are committed."""
+        """Take a sequence out of its row; it waits for a new row once its tokens in flight are committed."""
         if offload:
             self.allocator.tier.preempted(seq)
         self._stop_running(seq)

@@ -258,7 +258,7 @@ class Scheduler:
         return True
 
     def _chunk_committed(self, seq: Sequence, end: int) -> None:
-        """Commit a span that draws nothing; it is the last one if the sequence may have no further token."""
+        """Commit a span that draws nothing: the last span, if the sequence may have no further token."""
         tokens = len(seq.tokens)
         if tokens >= seq.max_tokens and end == seq.prompt_len + tokens:
             self.roster.finish(seq, Finish("length"))
@@ -276,7 +276,7 @@ def _pages_of(seq: Sequence) -> list[int]:
 def prompt_spans(roster: Roster, limits: SchedulerLimits, upload_words: Callable[[Sequence, int], int]) -> list[Span]:
     """The spans of prompts for one step, in their order, within `limits`; `upload_words` bounds the words of a span.
 
-    A sequence whose KV is still being copied back waits, and the others do not wait for it. If rows are dealt to ranks,
+    A sequence whose KV is still being copied back waits; no other sequence waits for it. If rows are dealt to ranks,
     each rank with prompts gets an equal part of the tokens. The step also ends where a feature has no room for more.
     """
     spans: list[Span] = []

@@ -158,7 +158,7 @@ class AheadPlanner(StepFeature, ABC):
         """
 
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
-        """Called when the tokens of a step are taken and `tokens` of them were kept: do what depends on them.
+        """Called when the tokens of a step are taken and `tokens` of them were kept: do the work that depends on them.
 
         The step took `seconds` on the device, the wait for masks included.
         """

@@ -22,13 +22,13 @@ which takes the refused tokens back.
 A constraint may hold from some token on. Until then the row has none. The commit that finds the beginning drops tokens
 drawn after it without a mask (`drop_launched`), and the row draws them again.
 
-What a sequence has is in a few objects of plain data:
+A sequence consists of a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
     kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
-    variant_use   what it notes of its variant of the weights
-    constraint    how far it is in its constraint
-    queued        what the queue and the order of prompts note of it
+    variant_use   notes on its variant of the weights
+    constraint    its position in its constraint
+    queued        notes of the queue and of the order of prompts
 
 KV belongs to a weights version and to an edition of a variant: the plain weights, unless a feature has others. The
 queue has a line for each variant, so a variant that is not ready yet delays its own sequences only.
@@ -251,12 +251,12 @@ class Sequence:
 
     @property
     def cost(self) -> int:
-        """Tokens that it computed and generated, except what a preemption made it compute again."""
+        """Tokens that it computed and generated, except tokens that a preemption made it compute again."""
         return self.queued.computed + len(self.tokens) - self.drawn.known
 
     @property
     def due_from(self) -> int | None:
-        """Like `Group.due_from`, for the first member; None for the others, which may reuse all KV."""
+        """Like `Group.due_from`, for the first member; None for other members, which may reuse all KV."""
         return self.group.due_from if self.group.first is self else None
 
     @property
@@ -270,7 +270,7 @@ class Sequence:
         return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions or ended else 0
 
     def settle_ahead(self, count: int, accepted: int) -> None:
-        """Take back the refused ones of a step's `count` tokens ahead, before its tokens are taken."""
+        """Take back the refused tokens among a step's `count` tokens ahead, before the step's tokens are taken."""
         self.ahead_in_flight -= count
         self.launched -= count - accepted
         self.kv.take_back(count - accepted)
@@ -300,7 +300,7 @@ class Sequence:
             self.note_constraint()
 
     def note_constraint(self) -> bool:
-        """Note whether the next token needs a mask; True if it does and was launched without one."""
+        """Note whether the next token needs a mask; True if it needs a mask and was launched without."""
         constraint = self.constraint
         if constraint.free is None:
             return False
@@ -316,7 +316,7 @@ class Sequence:
 
     @property
     def look_at(self) -> int:
-        """The number of tokens at which its constraint or repetitions have to be looked at, whatever the token is."""
+        """The number of tokens at which its constraint or repetitions are looked at next, whatever the token is."""
         count, free = len(self.tokens), self.constraint.free
         constraint = NEVER if free is None else count + 1 if self.need_bits & _CONSTRAIN else free.look_at
         return min(constraint, count + self.repetition.every)

@@ -98,7 +98,7 @@ class PrefixEnd(NamedTuple):
 
     digest: bytes  # digest of its full pages
     after: int  # tokens after them
-    key: bytes  # key of all its tokens
+    key: bytes  # key of all tokens of the prefix
 
 
 NO_POINT = PrefixEnd(b"", 0, b"")
@@ -130,7 +130,7 @@ class KVContent:
     """KV of a sequence's first positions, and what it depends on."""
 
     length: int = 0  # positions
-    oldest: int = 0  # weights version in it; versions rise, so what is computed after it does not change that
+    oldest: int = 0  # oldest weights version in it: later KV has newer versions
     edition: int = 0  # edition of the sequence's variant at its start
     keys: PrefixKeys = NO_KEYS  # keys of its full pages
 
@@ -180,7 +180,7 @@ class SequenceKV(KVContent):
     #: (tokens of the completion, oldest weights version, tokens): runs of the KV that was found when the sequence got a
     #: row with this number of tokens. Empty where only KV of the present weights is used.
     found: tuple[tuple[int, int, int], ...] = ()
-    #: Key of the page, or of the snapshot, that its prefill computes next; others may wait for it.
+    #: Key of the page, or of the snapshot, that its prefill computes next; other sequences may wait for it.
     frontier: bytes = b""
     snapshots: SnapshotUse = field(default_factory=SnapshotUse)
 
@@ -206,16 +206,16 @@ class SequenceKV(KVContent):
         return min(planned, end) if self.length < planned else end
 
     def copies_to(self, page: int) -> tuple[tuple[int, int], ...]:
-        """The copy of a page that its next chunk begins with, if there is one: (source, `page`)."""
+        """The copy of a page with which its next chunk begins, if any: (source, `page`)."""
         return ((self.copy_source, page),) if self.copy_source else ()
 
     def saves_of(self, row: int) -> tuple[tuple[int, int], ...]:
-        """The save of the row's state that its next chunk begins with, if there is one: (row, place)."""
+        """The save of the row's state with which its next chunk begins, if any: (row, place)."""
         planned = self.snapshots.planned
         return ((row, planned.place),) if self.length == planned.tokens else ()
 
     def loads_of(self, row: int) -> tuple[tuple[int, int], ...]:
-        """The load of the row's state that its next chunk begins with, if there is one: (place, row)."""
+        """The load of the row's state with which its next chunk begins, if any: (place, row)."""
         return ((self.snapshots.load_from, row),) if self.snapshots.load_from else ()
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:

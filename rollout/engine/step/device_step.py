@@ -1,9 +1,9 @@
 """A step on the device: set rows up, run the forward, draw. Everything here runs on the compute stream.
 
     begin      set rows up, copy pages, put tokens that the host knows where a decode forward reads them
-    decode     one token for each row, the last one of the row state; logits of the next
-    prefill    the tokens of spans of any length; logits after those that draw
-    sample     from logits to the tokens, in the row state and in the output
+    decode     each row's last token, from the row state; logits of its next token
+    prefill    the tokens of spans of any length; logits where a token is drawn
+    sample     from logits to tokens, in the row state and in the output
 
 The sampled token goes from `sample` into the row state (carry-over): the next step reads it there, whether or not the
 host has seen it. Inputs are a `StepInput` and device tensors; nothing here knows a sequence or the scheduler.

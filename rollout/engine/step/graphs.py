@@ -9,8 +9,8 @@
     ahead     both once more, for steps with tokens ahead of a model with states; other models run such steps in the
               graphs above
 
-    replays   what features launch themselves at    one for each name and size (`AheadFeature.decode_work`)
-              the end of a step
+    replays   launches of features at the end of    one for each name and size (`AheadFeature.decode_work`)
+              a step
 
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
 while serving.

@@ -6,16 +6,16 @@
 A row's mask depends on its last token, so it is made after the commit of the step before, while the forward of its own
 step runs. The draw waits for the masks; the rows of the step that have no constraint are drawn with it.
 
-A matcher runs over a constraint that a client sent, and some never return. So matchers run in threads that can be
-abandoned, and the completion whose matcher hangs ends as an error. A completion also ends when its masks take too long
+Some matchers never return: clients send constraints. So matchers run in threads that can be abandoned, and the
+completion whose matcher hangs ends as an error. A completion also ends when its masks take too long
 in sum: each token earns it a tenth of `mask_s`, and it may overdraw by one `mask_s`.
 
-The mask of a draw after a token ahead (`plan.TokensAhead`) is that after this token: the matcher goes on along the
-tokens ahead and back again. These masks are made after all others, and a completion does not end because of them.
-Tokens that cannot be followed, such as those after a stop token, have no mask and are refused. If the matcher fails or
-is slow there, it starts anew with the next mask, and its row has no more tokens ahead.
+Draws after tokens ahead (`plan.TokensAhead`) have masks, too: the matcher goes on along the tokens ahead and back
+again. Masks after tokens ahead are made last, and no completion ends because of them. Tokens that cannot be followed,
+such as tokens after a stop token, have no mask and are refused. A matcher that fails or is slow there starts anew with
+the next mask, and its row has no more tokens ahead.
 
-Before `min_tokens` a mask has no stop token, unless it has nothing else. If it has nothing at all where the completion
+Before `min_tokens` a mask has no stop token, unless it has no other token. If a mask is empty where the completion
 obeys its constraint, which happens only without stop tokens, the completion ends as `stop`.
 
 Legend: R rows, C constrained rows of a step, W words of a mask.

@@ -1,7 +1,7 @@
 """The state of the rows on the device.
 
-    ints    [rows, I]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens, what is
-                                 added to a token's place for its rotary embedding (0 without images); a column for
+    ints    [rows, I]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens, offset
+                                 of positions in rotary embeddings (0 without images); a column for
                                  each sampling rule that is an integer (`INT_RULES`); seed
     floats  [rows, F]  float32   temperature, noise (1 draws, 0 takes the best); a column for each other sampling rule
                                  (`FLOAT_RULES`)
@@ -27,8 +27,8 @@ from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.upload import StepInput
 from trainer_bridge.wire.sampling_rules import RULES
 
-#: The sampling rules with a column in `ints` or in `floats`, in the order of their columns. The draw itself needs the
-#: temperature and the noise, so these have columns of their own.
+#: The sampling rules with a column in `ints` or in `floats`, in the order of their columns. The temperature and the
+#: noise have columns of their own: the draw itself needs them.
 INT_RULES = tuple(rule for rule in RULES if rule.kind is int)
 FLOAT_RULES = tuple(rule for rule in RULES if rule.kind is float and rule.part != "temperature")
 
@@ -52,7 +52,7 @@ class RowState:
     ) -> None:
         """State of `max_rows` rows, rows of tokens ahead included, and of the padding; `columns` belong to features.
 
-        There is one at most: the kernel that sets rows of tokens ahead up copies one. Raises ValueError for more.
+        One column at most: the kernel that sets up rows of tokens ahead copies one. Raises ValueError for more.
         """
         if len(columns) > 1:
             names = " and ".join(columns)
@@ -94,7 +94,7 @@ class RowState:
             column.index_copy_(0, rows, step[f"init_{name}"])
         row, column, page = step["page_updates"].long().unbind(1)
         self.pages.index_put_((row, column), page.int())
-        self.bias.index_fill_(0, rows, 0.0)  # a step with one biased row reads the bias of all its rows
+        self.bias.index_fill_(0, rows, 0.0)  # one biased row makes a step read the bias of all its rows
         if "banned" in step:
             self.banned.index_copy_(0, step["banned_rows"], step["banned"])
         if "bias_ids" in step:

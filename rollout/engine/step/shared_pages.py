@@ -1,11 +1,11 @@
 """The first pages that rows of a decode step share, passed to attention as segments (`segments.make_segments`).
 
 Rows of a group, of a session or with the same system prompt hold the same pages. The roster keeps rows that share pages
-next to each other, so what a row shares is what it has in common with its neighbours. Pages that two rows share stay
-shared while both run, and the page that a row writes to is its own; so the segments change only with the rows.
+next to each other, so a row shares only with its neighbours. Pages that two rows share stay shared while both run, and
+the page that a row writes to is its own, so the segments change only with the rows.
 
-The tokens ahead of a row follow it, in rows with its page table. So they share all positions before the first one that
-the step may write: a run of rows within the run of its group.
+The tokens ahead of a row follow it, in rows with its page table. So they share all positions before the step's first
+write: a run of rows within the run of its group.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
 time find them in the L2 cache anyway. Below `shared_saved_bytes` of `EngineConstants` the segments share nothing.
@@ -105,8 +105,8 @@ def same_pages(a: list[int], b: list[int]) -> int:
 def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     """Rows that attention may read together in every layer of a model; `coded` if its KV are e4m3 codes.
 
-    One where the query heads of a row fill a tile already, and where every layer has a window: then it is not worth it.
-    One as well where a layer has latent attention, whose kernel reads each row on its own.
+    1 where reading together is not worth it: a row's query heads fill a tile already, or every layer has a window. 1 as
+    well where a layer has latent attention, whose kernel reads each row on its own.
     """
     if any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
         return 1
