@@ -7,7 +7,7 @@ Legend: T tokens, H hidden, N outputs of the input product, C channels of the co
 """
 
 import torch
-from rollout_kernels.delta import DraftInputs, Spans, drafted_conv, drafted_delta, gated_delta, gated_norm, short_conv
+from rollout_kernels.delta import DraftInputs, Spans, gated_delta, gated_norm, short_conv
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch
@@ -48,18 +48,6 @@ class StateBlock(Block):
         kept = None if spans.behind_B is None else states.drafts_of(self.state_index)
         return states.layers[self.state_index], spans, kept
 
-    def convolve(
-        self,
-        mixed_TC: torch.Tensor,
-        state: LayerState,
-        spans: Spans,
-        kept: DraftInputs | None,
-        bias_C: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The outputs of the short convolution, [T, C]."""
-        given = mixed_TC, self.conv_weight, state.conv_NCW, spans
-        return short_conv(*given, bias_C) if kept is None else drafted_conv(*given, kept, bias_C)
-
     def scale_views(self, prefix: str) -> dict[str, torch.Tensor]:
         """None, since its products are never coded."""
         return {}
@@ -94,12 +82,9 @@ class DeltaNet(StateBlock):
         exact = inputs_TN.is_cuda and inputs_TN.dtype == torch.float32
         state, spans, kept = self.states_of(context, one_by_one or exact)
         mixed_TC, z_TV, b_TH, a_TH = self._split(inputs_TN)
-        mixed_TC = self.convolve(mixed_TC, state, spans, kept)
-        given = mixed_TC, b_TH, a_TH, self.a_log, self.dt_bias, state.recurrent_NHKV, spans
-        if kept is None:
-            out_THV = gated_delta(*given, spec.beta_scale)
-        else:
-            out_THV = drafted_delta(*given, kept, spec.beta_scale)
+        mixed_TC = short_conv(mixed_TC, self.conv_weight, state.conv_NCW, spans, kept=kept)
+        gates = b_TH, a_TH, self.a_log, self.dt_bias
+        out_THV = gated_delta(mixed_TC, *gates, state.recurrent_NHKV, spans, spec.beta_scale, kept)
         return gated_norm(out_THV, z_TV.unflatten(1, (-1, spec.value_dim)), self.norm.weight, spec.eps)
 
     def _split(self, all_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

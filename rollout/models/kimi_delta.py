@@ -13,7 +13,7 @@ the convolution, W its width.
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.delta import state_rule
+from rollout_kernels.delta import short_conv, state_rule
 from rollout_kernels.delta.rule import heads_of
 from rollout_kernels.norm_rope.elementwise import rms_norm
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
@@ -57,7 +57,7 @@ class KimiDelta(StateBlock):
         mixed_TC, b_TH, decay_TX, gate_TX = inputs_TN.split((spec.mixed, *spec.inputs.widths[3:]), dim=1)
         if self.decay_proj is not None and self.gate_proj is not None:
             decay_TX, gate_TX = self.decay_proj(decay_TX), self.gate_proj(gate_TX)
-        mixed_TC = self.convolve(mixed_TC.contiguous(), state, spans, kept)
+        mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans, kept=kept)
         g_THK = (decay_TX.float() + self.dt_bias).unflatten(1, (spec.value_heads, -1))
         rate_H1 = self.a_log.exp()[:, None]
         if spec.bound is None:

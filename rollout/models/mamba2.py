@@ -13,7 +13,7 @@ convolution, W its width.
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.delta import state_rule
+from rollout_kernels.delta import short_conv, state_rule
 from rollout_kernels.delta.rule import decays_between, end_of_chunk
 from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
@@ -53,7 +53,7 @@ class Mamba2(StateBlock):
         """The input of the output product; advances the states."""
         spec, (state, spans, kept) = self.spec, self.states_of(context)
         z_TX, mixed_TC, dt_TH = inputs_TN.split((spec.width, sum(spec.mixed_widths), spec.heads), dim=1)
-        mixed_TC = self.convolve(mixed_TC.contiguous(), state, spans, kept, self.conv_bias)
+        mixed_TC = short_conv(mixed_TC.contiguous(), self.conv_weight, state.conv_NCW, spans, self.conv_bias, kept)
         x_TX, keys, queries = mixed_TC.float().split(spec.mixed_widths, dim=1)
         k_THK, q_THK = (
             part.unflatten(1, (spec.groups, -1)).repeat_interleave(spec.heads // spec.groups, dim=1)

@@ -421,6 +421,9 @@ def linear_attention(rows: int) -> Iterator[Case]:
         yield f"delta, {name}: norm", lambda g=normed: triton_rule.gated_norm(*g)
     spans = steps[0][2]._replace(behind_B=ints(rows))
     rules: tuple[tuple[Rule, int], ...] = (("channels", dim), ("plain", 1))
+    parts = empty(8, widths[0]), empty(8, widths[0]), floats(8, 2 * heads)
+    gated = (*given[:-1], spans, 1.0, DraftInputs(*parts, 9))
+    yield "delta, drafts: rule", lambda: triton_rule.gated_delta(*gated)
     for rule, each in rules:
         has_beta = rule == "channels"
         ready = (*(floats(rows, heads, dim) for _ in range(3)), floats(rows, heads, each))
@@ -428,12 +431,12 @@ def linear_attention(rows: int) -> Iterator[Case]:
         parts = empty(2, 8, widths[0]), floats(2, 8, heads * 2 * dim), floats(2, 8, heads * (each + has_beta))
         kept = DraftInputs(*parts, 9, rule)
         plain, drafted = ((ready, state, steps[0][2], None), (ready, state, spans, kept.of_layer(0)))
-        draft_conv = (empty(rows, widths[0]), weight, conv_state, spans, kept.of_layer(0), empty(widths[0]))
+        draft_conv = (empty(rows, widths[0]), weight, conv_state, spans, empty(widths[0]), kept.of_layer(0))
         caught = floats(2, 9, heads, dim, dim), empty(2, 9, widths[0], conv_state.shape[2]), kept
         rows_of = ints(4, 4, dtype=long), ints(rows, dtype=long), ints(rows)
         yield f"delta, {rule}: rule", lambda g=plain: triton_states.decode_states(*g)
         yield f"delta, {rule}: drafts", lambda g=drafted: triton_states.decode_states(*g)
-        yield f"delta, {rule}: conv of drafts", lambda g=draft_conv: triton_drafts.drafted_conv(*g)
+        yield f"delta, {rule}: conv of drafts", lambda g=draft_conv: triton_conv.short_conv(*g)
         yield f"delta, {rule}: catch up", lambda g=(*caught, *rows_of): triton_drafts.catch_up(*g)
 
 

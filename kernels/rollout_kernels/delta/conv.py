@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.delta.spans import Spans
+from rollout_kernels.delta.spans import DraftInputs, Spans
 
 
 def short_conv(
@@ -17,6 +17,7 @@ def short_conv(
     state_NCW: torch.Tensor,
     spans: Spans,
     bias_C: torch.Tensor | None = None,
+    kept: DraftInputs | None = None,
 ) -> torch.Tensor:
     """`silu(conv(x) + bias)` of each row's tokens, [T, C] in the dtype of `x_TC`; sums in float32.
 
@@ -26,11 +27,14 @@ def short_conv(
         state_NCW: the last W - 1 inputs of each row, oldest first; changed in place.
         spans: the rows of the step.
         bias_C: in the dtype of the weights; None for none.
+        kept: in a step with drafts, receives the inputs of each draft, and the outputs for "gated".
     """
     if x_TC.is_cuda:
         from rollout_kernels.delta.triton_conv import short_conv as on_gpu
 
-        return on_gpu(x_TC, weight_CW, state_NCW, spans, bias_C)
+        return on_gpu(x_TC, weight_CW, state_NCW, spans, bias_C, kept)
+    if kept is not None:
+        return _with_drafts(x_TC, weight_CW, state_NCW, spans, bias_C, kept)
     fresh_T11 = (spans.positions_T == 0)[:, None, None]
     if spans.lengths is None:
         return _one_token(x_TC, weight_CW, state_NCW, spans.places_B, fresh_T11, bias_C)
@@ -51,6 +55,33 @@ def short_conv(
         out.append(F.silu(y_1CT[0].t()).to(x_TC.dtype))
         start = end
     return torch.cat(out)
+
+
+def _with_drafts(
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    state_NCW: torch.Tensor,
+    spans: Spans,
+    bias_C: torch.Tensor | None,
+    kept: DraftInputs,
+) -> torch.Tensor:
+    rows_by_depth = spans.rows_by_depth()
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    at_B = rows_by_depth[0]
+    fresh_B11 = (spans.positions_T[at_B] == 0)[:, None, None]
+    past_BCW = state_NCW.index_select(0, spans.places_B[at_B]).masked_fill(fresh_B11, 0.0)
+    for depth, rows_B in enumerate(rows_by_depth):
+        at_B = rows_B + depth
+        if depth:
+            past_BCW = past_BCW[torch.isin(rows_by_depth[depth - 1], rows_B)]
+        out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW, bias_C)
+        if not depth:
+            state_NCW.index_copy_(0, spans.places_B[at_B], past_BCW)
+    drafts_D, kept_D = kept.draft_rows(spans)
+    kept.inputs_DC[kept_D] = x_TC[drafts_D]
+    if kept.rule == "gated":
+        kept.mixed_DX[kept_D] = out_TC[drafts_D]
+    return out_TC
 
 
 def _one_token(

@@ -5,7 +5,7 @@
     behind_B             2        -1         -1
     state                S0 ----> S1 ------> S2 ------> S3
 
-    forward     `drafted_conv`, then a rule: outputs of all three; the row keeps S1, as after a step without drafts.
+    forward     `short_conv`, then a rule: outputs of all three; the row keeps S1, as after a step without drafts.
                 S2 and S3 are never written: what they are made of is kept, for each layer and draft row
     catch up    after the comparison with the tokens drawn: rows with a accepted drafts go from S1 to S1+a, in all
                 layers at once. A row without any stays as it is
@@ -20,84 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from rollout_kernels.delta.conv import convolve_token
-from rollout_kernels.delta.rule import advance, gates_of, heads_of, one_token
-from rollout_kernels.delta.spans import DraftInputs, Spans
-
-
-def drafted_conv(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    state_NCW: torch.Tensor,
-    spans: Spans,
-    kept: DraftInputs,
-    bias_C: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`short_conv` of a decode step with drafts; keeps the inputs of the draft rows, and the outputs for "gated"."""
-    if x_TC.is_cuda:
-        from rollout_kernels.delta.triton_drafts import drafted_conv as on_gpu
-
-        return on_gpu(x_TC, weight_CW, state_NCW, spans, kept, bias_C)
-    rows_by_depth = _rows_by_depth(spans)
-    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
-    at_B, places_B = rows_by_depth[0], spans.places_B[rows_by_depth[0]]
-    fresh_B11 = (spans.positions_T[at_B] == 0)[:, None, None]
-    past_BCW = state_NCW.index_select(0, places_B).masked_fill(fresh_B11, 0.0)
-    out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW, bias_C)
-    state_NCW.index_copy_(0, places_B, past_BCW)
-    for depth, rows_B in enumerate(rows_by_depth[1:], start=1):
-        at_B = rows_B + depth
-        past_BCW = past_BCW[torch.isin(rows_by_depth[depth - 1], rows_B)]
-        out_TC[at_B], past_BCW = convolve_token(past_BCW, x_TC[at_B], weight_CW, bias_C)
-    drafts_D, kept_D = _draft_rows(spans, kept)
-    kept.inputs_DC[kept_D] = x_TC[drafts_D]
-    if kept.rule == "gated":
-        kept.mixed_DX[kept_D] = out_TC[drafts_D]
-    return out_TC
-
-
-def drafted_delta(
-    mixed_TC: torch.Tensor,
-    b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
-    state_NHKV: torch.Tensor,
-    spans: Spans,
-    kept: DraftInputs,
-    beta_scale: float = 1.0,
-) -> torch.Tensor:
-    """`gated_delta` of a decode step with drafts; keeps the gates of the draft rows."""
-    if mixed_TC.is_cuda:
-        from rollout_kernels.delta.triton_drafts import drafted_delta as on_gpu
-
-        return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, kept, beta_scale)
-    q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
-    tokens = q_THK, k_THK, v_THV, *gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
-    return through_drafts(tokens, state_NHKV, spans, kept).to(mixed_TC.dtype)
-
-
-def through_drafts(
-    tokens: tuple[torch.Tensor, ...], state_NHKV: torch.Tensor, spans: Spans, kept: DraftInputs
-) -> torch.Tensor:
-    """`through_states` of a decode step with drafts; keeps what the rule takes of the draft rows."""
-    rows_by_depth, out_THV = _rows_by_depth(spans), torch.empty_like(tokens[2])
-    at_B, places_B = rows_by_depth[0], spans.places_B[rows_by_depth[0]]
-    fresh_B = spans.positions_T[at_B] == 0
-    state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_B[:, None, None, None], 0.0)
-    for depth, rows_B in enumerate(rows_by_depth):
-        at_B = rows_B + depth
-        if depth:
-            state_BHKV = state_BHKV[torch.isin(rows_by_depth[depth - 1], rows_B)]
-        out_THV[at_B], state_BHKV = one_token(state_BHKV, *(x[at_B] for x in tokens))
-        if not depth:
-            state_NHKV.index_copy_(0, places_B, state_BHKV)
-    drafts_D, kept_D = _draft_rows(spans, kept)
-    _, k_DHK, v_DHV, g_DHX, *beta_DH = (x[drafts_D] for x in tokens)
-    kept.gates_DX[kept_D] = torch.cat((*beta_DH, g_DHX.exp().flatten(1)), dim=1)
-    if kept.rule != "gated":
-        kept.mixed_DX[kept_D] = torch.cat((k_DHK.flatten(1), v_DHV.flatten(1)), dim=1)
-    return out_THV
+from rollout_kernels.delta.rule import advance, heads_of
+from rollout_kernels.delta.spans import DraftInputs
 
 
 def catch_up(
@@ -153,18 +77,3 @@ def _catch_up_row(
     state_NHKV[row] = state_1HKV[0]
     seen_CT = torch.cat((conv_NCW[row], inputs_AC.t()), dim=1)
     conv_NCW[row] = seen_CT[:, -conv_NCW.shape[2] :]
-
-
-def _rows_by_depth(spans: Spans) -> list[torch.Tensor]:
-    """Places in the step of all rows, of those with a draft, of those with two, and so on; no draft rows."""
-    behind_B = spans.behind_B
-    assert behind_B is not None, "a step with drafts says where they are"
-    most = int(behind_B.max())
-    return [torch.nonzero(behind_B >= depth)[:, 0] for depth in range(max(most, 0) + 1)]
-
-
-def _draft_rows(spans: Spans, kept: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the draft rows in the step, and in what is kept."""
-    assert spans.behind_B is not None
-    drafts_D = torch.nonzero(spans.behind_B < 0)[:, 0]
-    return drafts_D, spans.places_B[drafts_D] - kept.first

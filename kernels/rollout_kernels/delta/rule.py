@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
+from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, DraftInputs, Spans
 from rollout_kernels.norm_rope.elementwise import rms_norm
 
 
@@ -38,6 +38,7 @@ def gated_delta(
     state_NHKV: torch.Tensor,
     spans: Spans,
     beta_scale: float = 1.0,
+    kept: DraftInputs | None = None,
 ) -> torch.Tensor:
     """The outputs of all value heads, [T, H, V] in the dtype of `mixed_TC`; computed in float32.
 
@@ -51,14 +52,15 @@ def gated_delta(
         state_NHKV: float32 states; the states of the step's rows are changed in place.
         spans: the rows of the step.
         beta_scale: factor of beta, 1 or 2.
+        kept: in a step with drafts, receives the gates of each draft.
     """
     if mixed_TC.is_cuda:
         from rollout_kernels.delta.triton_rule import gated_delta as on_gpu
 
-        return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale)
+        return on_gpu(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV, spans, beta_scale, kept)
     q_THK, k_THK, v_THV = heads_of(mixed_TC, state_NHKV)
     tokens = q_THK, k_THK, v_THV, *gates_of(b_TH, a_TH, a_log_H, dt_bias_H, beta_scale)
-    return through_states(tokens, state_NHKV, spans, _one_chunk).to(mixed_TC.dtype)
+    return through_states(tokens, state_NHKV, spans, _one_chunk, kept).to(mixed_TC.dtype)
 
 
 #: Maps a state [H, K, V] and the inputs of consecutive tokens to their outputs and the state after them.
@@ -70,6 +72,7 @@ def through_states(
     state_NHKV: torch.Tensor,
     spans: Spans,
     one_chunk: AdvanceChunk,
+    kept: DraftInputs | None = None,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """The outputs of a step's tokens, [T, H, V]; the states of its rows are changed in place.
@@ -79,8 +82,11 @@ def through_states(
         state_NHKV: float32.
         spans: the rows of the step.
         one_chunk: of the same rule.
+        kept: in a step with drafts, receives what the rule takes of each draft.
         chunk: tokens of a chunk, at most.
     """
+    if kept is not None:
+        return _through_drafts(tokens, state_NHKV, spans, kept)
     fresh_T = spans.positions_T == 0
 
     def step(at: slice, places_B: torch.Tensor) -> torch.Tensor:
@@ -106,6 +112,28 @@ def through_states(
         state_NHKV.index_copy_(0, place_1, state_HKV[None])
         start = end
     return torch.cat(out)
+
+
+def _through_drafts(
+    tokens: tuple[torch.Tensor, ...], state_NHKV: torch.Tensor, spans: Spans, kept: DraftInputs
+) -> torch.Tensor:
+    rows_by_depth, out_THV = spans.rows_by_depth(), torch.empty_like(tokens[2])
+    at_B, places_B = rows_by_depth[0], spans.places_B[rows_by_depth[0]]
+    fresh_B = spans.positions_T[at_B] == 0
+    state_BHKV = state_NHKV.index_select(0, places_B).masked_fill(fresh_B[:, None, None, None], 0.0)
+    for depth, rows_B in enumerate(rows_by_depth):
+        at_B = rows_B + depth
+        if depth:
+            state_BHKV = state_BHKV[torch.isin(rows_by_depth[depth - 1], rows_B)]
+        out_THV[at_B], state_BHKV = one_token(state_BHKV, *(x[at_B] for x in tokens))
+        if not depth:
+            state_NHKV.index_copy_(0, places_B, state_BHKV)
+    drafts_D, kept_D = kept.draft_rows(spans)
+    _, k_DHK, v_DHV, g_DHX, *beta_DH = (x[drafts_D] for x in tokens)
+    kept.gates_DX[kept_D] = torch.cat((*beta_DH, g_DHX.exp().flatten(1)), dim=1)
+    if kept.rule != "gated":
+        kept.mixed_DX[kept_D] = torch.cat((k_DHK.flatten(1), v_DHV.flatten(1)), dim=1)
+    return out_THV
 
 
 def gated_norm(out_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float) -> torch.Tensor:

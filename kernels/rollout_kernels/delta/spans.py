@@ -36,6 +36,12 @@ class Spans(NamedTuple):
         rows = (row for row, length in enumerate(self.lengths) for _ in range(length))
         return enumerate(rows)
 
+    def rows_by_depth(self) -> list[torch.Tensor]:
+        """Places in the step of all rows, of those with a draft, of those with two, and so on; no draft rows."""
+        assert self.behind_B is not None, "a step with drafts says where they are"
+        most = int(self.behind_B.max())
+        return [torch.nonzero(self.behind_B >= depth)[:, 0] for depth in range(max(most, 0) + 1)]
+
 
 #: Gated DeltaNet; the same with a decay for each channel of a key; or without beta: a token adds its value as it is.
 Rule = Literal["gated", "channels", "plain"]
@@ -53,6 +59,12 @@ class DraftInputs(NamedTuple):
     gates_DX: torch.Tensor  # float32: beta of each head, if the rule has it; decays of each head
     first: int  # number of the first draft row; draft row r is at r - first
     rule: Rule = "gated"
+
+    def draft_rows(self, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of the draft rows in the step, and in these tensors."""
+        assert spans.behind_B is not None
+        drafts_D = torch.nonzero(spans.behind_B < 0)[:, 0]
+        return drafts_D, spans.places_B[drafts_D] - self.first
 
     def of_layer(self, layer: int) -> DraftInputs:
         """One layer's part."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from rollout_kernels.delta.drafts import through_drafts
 from rollout_kernels.delta.rule import AdvanceChunk, through_states
 from rollout_kernels.delta.spans import CHUNK, DraftInputs, Spans
 
@@ -40,6 +39,4 @@ def state_rule(
         from rollout_kernels.delta.triton_states import decode_states
 
         return decode_states(tokens, state_NHKV, spans, kept)
-    if kept is not None:
-        return through_drafts(tokens, state_NHKV, spans, kept)
-    return through_states(tokens, state_NHKV, spans, one_chunk, chunk)
+    return through_states(tokens, state_NHKV, spans, one_chunk, kept, chunk)

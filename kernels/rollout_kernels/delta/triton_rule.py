@@ -3,7 +3,8 @@
 States and sums are float32.
 
     decode     step      a program for each row, value head and block of values: reads and writes its part of the state
-                         once
+                         once. With drafts: the row's token, after which it writes the state, then the drafts; programs
+                         of draft rows end at once
     one by one walk      as `step`, with the row's tokens one after the other: decode and prefill by one kernel, so that
                          both give the same bits. Several times slower than chunks. Products are rounded before they
                          are added: where the compiler fused them, it would choose differently in each kernel
@@ -38,7 +39,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.common.triton_math import narrow
-from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, Spans
+from rollout_kernels.delta.spans import CHUNK, UNIT_EPS, DraftInputs, Spans
 
 _SCAN_VALUES = 32  # values of a program
 _BLOCK = 16
@@ -164,7 +165,7 @@ def advance(state, key, value, beta, decay):
 
 
 @triton.jit
-def one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS: tl.constexpr):
+def _one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS: tl.constexpr):
     """A part of a head's state after a token, the outputs of that part, beta and the decay. `gates` is `Gates`."""
     mixed = mixed_ptr + token * (2 * HEADS.G * HEADS.K + HEADS.H * HEADS.V)
     q = unit_query(mixed, head, scale, HEADS)
@@ -176,20 +177,32 @@ def one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS: tl.constexp
 
 @triton.jit
 def _step_kernel(
-    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, state_ptr, places_ptr, positions_ptr, out_ptr,
+    mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, state_ptr, places_ptr, positions_ptr,
+    behind_ptr, out_ptr, gates_ptr, first,  # None in a step without drafts, but for `out_ptr`
     stride_b, stride_a,
     scale, beta_scale,
     HEADS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    k = tl.arange(0, HEADS.BLOCK_K)
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, beta_scale)
-    place, position = tl.load(places_ptr + row), tl.load(positions_ptr + row)
-    state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
-    state, out, _beta, _decay = one_token(state, mixed_ptr, gates, row, head, v, scale, HEADS)
-    tl.store(tile, state, mask=in_state)
-    store_output(out_ptr, row, head, v, out, HEADS)
+    length = 1
+    if behind_ptr is not None:
+        length = tl.load(behind_ptr + row) + 1
+    if length > 0:
+        k = tl.arange(0, HEADS.BLOCK_K)
+        v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+        gates = Gates(b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, stride_b, stride_a, beta_scale)
+        place, position = tl.load(places_ptr + row), tl.load(positions_ptr + row)
+        state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
+        for j in range(0, length):
+            token = row + j
+            state, out, beta, decay = _one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS)
+            tl.store(tile, state, mask=in_state & (j == 0))
+            store_output(out_ptr, token, head, v, out, HEADS)
+            if behind_ptr is not None:
+                kept = gates_ptr + (tl.load(places_ptr + token) - first) * (2 * HEADS.H) + head
+                keeps = (j > 0) & (tl.program_id(0) == 0)
+                tl.store(kept, beta, mask=keeps)
+                tl.store(kept + HEADS.H, decay, mask=keeps)
 
 
 @triton.jit
@@ -207,7 +220,7 @@ def _walk_kernel(
     place, position = tl.load(places_ptr + row), tl.load(positions_ptr + start)
     state, tile, in_state = load_state(state_ptr, place, position, head, k, v, HEADS)
     for token in range(0, length):
-        state, out, _beta, _decay = one_token(state, mixed_ptr, gates, start + token, head, v, scale, HEADS)
+        state, out, _beta, _decay = _one_token(state, mixed_ptr, gates, start + token, head, v, scale, HEADS)
         store_output(out_ptr, start + token, head, v, out, HEADS)
     tl.store(tile, state, mask=in_state)
 
@@ -346,21 +359,6 @@ def head_sizes(channels: int, heads: int, key_dim: int, value_dim: int) -> RuleH
     return RuleHeads(heads, key_heads, key_dim, value_dim, padded(key_dim), UNIT_EPS)
 
 
-def rule_arguments(
-    mixed_TC: torch.Tensor,
-    b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
-    a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
-    state_NHKV: torch.Tensor,
-) -> tuple[RuleHeads, tuple[torch.Tensor, ...], tuple[int, int]]:
-    """The common arguments of the rule's launches: sizes, tensors of the gates, strides of `b_TH` and `a_TH`."""
-    assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
-    assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
-    sizes = head_sizes(mixed_TC.shape[1], *state_NHKV.shape[1:])
-    return sizes, (b_TH, a_TH, a_log_H, dt_bias_H), (b_TH.stride(0), a_TH.stride(0))
-
-
 def gated_delta(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
@@ -370,21 +368,30 @@ def gated_delta(
     state_NHKV: torch.Tensor,
     spans: Spans,
     beta_scale: float = 1.0,
+    kept: DraftInputs | None = None,
     tile: StepTile | None = None,
 ) -> torch.Tensor:
     """Like `rollout_kernels.delta.gated_delta`; prefills need `spans.starts_B1`. `step_tile` is the default `tile`."""
     count, (_, heads, key_dim, value_dim) = len(mixed_TC), state_NHKV.shape
-    sizes, gates, strides = rule_arguments(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, state_NHKV)
+    assert mixed_TC.is_contiguous() and state_NHKV.is_contiguous() and a_log_H.dtype == torch.float32
+    assert b_TH.stride(1) == a_TH.stride(1) == 1 and dt_bias_H.dtype == torch.float32
+    sizes, gates = head_sizes(mixed_TC.shape[1], heads, key_dim, value_dim), (b_TH, a_TH, a_log_H, dt_bias_H)
+    strides = b_TH.stride(0), a_TH.stride(0)
     out_THV = torch.empty(count, heads, value_dim, dtype=mixed_TC.dtype, device=mixed_TC.device)
     scale, rows = key_dim**-0.5, len(spans.places_B)
     if spans.lengths is None or spans.one_by_one:
         if tile is None:
             tile = SMALL_TILE if spans.one_by_one else step_tile(rows * heads, value_dim)
         block_v = min(padded(value_dim), tile.values)
-        kernel, starts = (_walk_kernel, (spans.starts_B1,)) if spans.one_by_one else (_step_kernel, ())
+        last: list[torch.Tensor | int | None]
+        kernel, last = _step_kernel, [None, out_THV, None, None]
+        if kept is not None:
+            assert kept.gates_DX.is_contiguous()
+            last = [spans.behind_B, out_THV, kept.gates_DX, kept.first]
+        elif spans.one_by_one:
+            kernel, last = _walk_kernel, [spans.starts_B1, out_THV]
         kernel[(triton.cdiv(value_dim, block_v), heads, rows)](
-            mixed_TC, *gates, state_NHKV, spans.places_B, spans.positions_T, *starts, out_THV, *strides, scale,
-            beta_scale,
+            mixed_TC, *gates, state_NHKV, spans.places_B, spans.positions_T, *last, *strides, scale, beta_scale,
             HEADS=sizes, BLOCK_V=block_v, num_warps=tile.num_warps, enable_fp_fusion=not spans.one_by_one,
         )  # fmt: skip
         return out_THV

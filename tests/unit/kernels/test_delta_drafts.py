@@ -41,8 +41,6 @@ class Operations(NamedTuple):
 
     conv: Any
     rule: Any
-    drafted_conv: Any
-    drafted_rule: Any
     ready_rule: Any
     catch_up: Any
 
@@ -52,14 +50,10 @@ def ready_twin(tokens: Any, state: torch.Tensor, spans: Spans, kept: DraftInputs
 
 
 KINDS = {
-    "twin": Operations(
-        *(delta.short_conv, delta.gated_delta, delta.drafted_conv, delta.drafted_delta, ready_twin, delta.catch_up)
-    ),
+    "twin": Operations(*(delta.short_conv, delta.gated_delta, ready_twin, delta.catch_up)),
     "kernel": Operations(
         triton_conv.short_conv,
         triton_rule.gated_delta,
-        triton_drafts.drafted_conv,
-        triton_drafts.drafted_delta,
         triton_states.decode_states,
         triton_drafts.catch_up,
     ),
@@ -90,16 +84,14 @@ class Layers:
         """The outputs of all layers, [L, T, H, V]; the states advance."""
         outputs = []
         for layer, (x, b, a) in enumerate(tokens):
-            kept = self.kept.of_layer(layer)
-            drafted, more = spans.behind_B is not None, () if spans.behind_B is None else (kept,)
-            conv, rule = (of.drafted_conv, of.drafted_rule) if drafted else (of.conv, of.rule)
-            mixed = conv(x, self.weight[layer], self.conv[layer], spans, *more, self.bias[layer])
+            kept = None if spans.behind_B is None else self.kept.of_layer(layer)
+            mixed = of.conv(x, self.weight[layer], self.conv[layer], spans, self.bias[layer], kept)
             gates = b, a, self.a_log[layer], self.dt_bias[layer]
             if self.kept.rule == "gated":
-                outputs.append(rule(mixed, *gates, self.state[layer], spans, *more, self.beta_scale))
+                outputs.append(of.rule(mixed, *gates, self.state[layer], spans, self.beta_scale, kept))
             else:
                 tokens = self._ready(mixed, *gates)
-                outputs.append(of.ready_rule(tokens, self.state[layer], spans, kept if drafted else None))
+                outputs.append(of.ready_rule(tokens, self.state[layer], spans, kept))
         return torch.stack(outputs)
 
     def _ready(self, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *gates: torch.Tensor) -> Any:
