@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -204,6 +204,17 @@ class StepImages:
         if begin < self.embeddings_NW.shape[1]:
             x_TH.index_add_(0, self.at_N, self.embeddings_NW[:, begin : begin + hidden])
         return x_TH
+
+
+class BatchFields(TypedDict, total=False):
+    """The fields of an `AttentionBatch` that features give."""
+
+    adapters: StepAdapters
+    experts: ExpertRecord
+    images: StepImages
+    own_chunks: tuple[int, ...]
+    rope_positions: torch.Tensor
+    taps: HiddenTaps | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,11 @@ class States:
         """The tensors of all layers; the first dimension of each is the place."""
         return [tensor for layer in self.layers for tensor in layer]
 
+    @property
+    def go_ahead(self) -> bool:
+        """True if steps with tokens ahead are other steps for the model: its states go through these tokens, too."""
+        return self.drafts is not None
+
     def copy(self, pairs_M2: torch.Tensor) -> None:
         """Copy places: (source, target) int64 each. No target may be the source of another pair."""
         source_M, target_M = pairs_M2.unbind(1)

@@ -101,7 +101,7 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
         print(f"{sum(times) / _STEPS:9.1f} us {len(times) / _STEPS:7.1f} x {name}")
     graphs = engine.executor.graphs
-    chosen = graphs.experts.get(graphs.sizes.size_for(rows), [])
+    chosen = graphs.chosen.get(graphs.sizes.size_for(rows), [])
     distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
     measured: dict[str, Any] = {"rows": rows, "step_us": span / _STEPS, "distinct_experts": distinct}
     model = native(engine.executor.step.model)

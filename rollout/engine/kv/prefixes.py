@@ -104,8 +104,8 @@ class Prefixes:
             found = Reusable(shared.pages[:full], shared.pages[full], len(tokens) - 1, keys=keys, place=place)
             found.hit, found.oldest = "group", shared.oldest
             return found
-        if seq.due_from is not None:  # the lookup ends at the first token that has to be computed
-            tokens = tokens[: seq.due_from + 1]
+        if seq.fresh_from is not None:  # the lookup ends at the first token that has to be computed
+            tokens = tokens[: seq.fresh_from + 1]
         return self._find(seq, tokens, version) if len(tokens) > 1 else self._nothing(seq, version)
 
     def _nothing(self, seq: Sequence, version: int) -> Reusable:
@@ -232,7 +232,7 @@ class Prefixes:
 
     def oldest_for(self, group: Group, version: int) -> int:
         """The oldest weights version in KV that a group may use, besides its sequences' own."""
-        asked = group.request.max_kv_age if group.due_from is None else 0
+        asked = group.request.max_kv_age if group.fresh_from is None else 0
         return version - (self.max_age if asked is None else min(asked, self.max_age))
 
     def of_use(self, seq: Sequence, version: int) -> bool:

@@ -174,11 +174,11 @@ class StatePrefixes(Prefixes):
     def _plan_snapshot(self, seq: Sequence) -> None:
         """Take a place for the snapshot before the last token of the prompt, if its prefill goes past that.
 
-        If only the last tokens of a prompt are due, it is taken before them: other prompts may share the rest.
+        If only the last tokens of a prompt need fresh KV, it is taken before them: other prompts may share the rest.
         """
         kv, tokens = seq.kv, seq.prompt_len - 1
         if not (seq.group.others or seq.group.session):
-            tokens = seq.due_from or tokens
+            tokens = seq.fresh_from or tokens
         if kv.length >= tokens or not (self.cache or seq.group.others or seq.group.session):
             return
         if place := self._take_place(bool(seq.group.others)):

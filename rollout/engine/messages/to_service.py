@@ -25,8 +25,8 @@ class Finish:
         return self.reason in COMPLETE
 
 
-class PromptScoreFields(TypedDict, total=False):
-    """The scores of a prompt, in an event that has them."""
+class DoneFields(TypedDict, total=False):
+    """The fields of a `RequestDone` that features give: the scores of its prompt."""
 
     prompt_logprobs: np.ndarray
     prompt_tops: PromptTops | None
@@ -35,7 +35,7 @@ class PromptScoreFields(TypedDict, total=False):
     prompt_version: int | None
 
 
-class DeltaFields(PromptScoreFields, total=False):
+class DeltaFields(DoneFields, total=False):
     """The fields of a `Delta` that features give."""
 
     routing: np.ndarray

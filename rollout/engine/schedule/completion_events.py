@@ -10,12 +10,12 @@ from typing import TypeVar
 import numpy as np
 
 from rollout.engine.messages.requests import VersionRuns
-from rollout.engine.messages.to_service import Delta, DeltaFields, PromptScoreFields, RequestDone
+from rollout.engine.messages.to_service import Delta, DeltaFields, DoneFields, RequestDone
 from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.sequence.sequence_kv import PrefixHit
 
-_Fields = TypeVar("_Fields", DeltaFields, PromptScoreFields)
+_Fields = TypeVar("_Fields", DeltaFields, DoneFields)
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"

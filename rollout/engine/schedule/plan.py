@@ -11,14 +11,14 @@ The two kinds of span differ in the source of their tokens: the device drew the 
 sends the tokens of a prompt (`Span.prompt`). A step whose spans all have one token takes the decode forward, whatever
 their source is. If only a prompt's last token has no KV, it is planned as a decode row; the upload sets it up.
 
-A feature may put tokens into a row ahead of its draw (`VerifyPlan`). While such a step is in flight, the position of
+A feature may put tokens into a row ahead of its draw (`TokensAhead`). While such a step is in flight, the position of
 the row is not known, and `start` is the highest that it can be.
 
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -90,7 +90,9 @@ class Plan:
     tokens: int  # input tokens
     draws: int  # tokens to draw
     opens: list[tuple[int, int]]  # (index of the span, page) where a span begins at the first position of a page
+    token_rows: list[int]  # a decode's tokens: the row of each in the row state; tokens ahead have rows, too
     saves: tuple[tuple[int, int], ...] = ()  # (row, place of a snapshot) of rows that ended before this step
+    ahead: Seq[TokensAhead] = ()  # in the order of `spans`; whoever plans them sends all pages, and `opens` is empty
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
@@ -100,16 +102,6 @@ class Plan:
     @property
     def rows(self) -> int:
         return len(self.spans)
-
-    @property
-    def ahead(self) -> Seq[TokensAhead]:
-        """Tokens ahead of rows, in the order of `spans`."""
-        return ()
-
-    @property
-    def token_rows(self) -> list[int]:
-        """The row of the row state for each token of a decode."""
-        return [span.seq.row for span in self.spans]
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -127,14 +119,6 @@ class Plan:
     def draws_later(self) -> bool:
         """True if the draw waits for the masks of constrained rows."""
         return bool(self.needs & RowNeeds.CONSTRAIN)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyPlan(Plan):
-    """A step of decode rows that a feature plans. It has no `opens`, as the feature sends all pages."""
-
-    ahead: Seq[TokensAhead] = field()
-    token_rows: list[int] = field()  # tokens ahead follow their row, each in a row of the row state
 
 
 def make_plan(
@@ -155,7 +139,8 @@ def make_plan(
             longest = start + tokens_in
         if not start % page_size:
             opens.append((index, seq.kv.pages[start // page_size]))
-    return Plan(spans, version, RowNeeds(needs), longest, tokens, draws, opens, saves)
+    rows = [span.seq.row for span in spans]
+    return Plan(spans, version, RowNeeds(needs), longest, tokens, draws, opens, rows, saves)
 
 
 _new_tuple = tuple.__new__  # takes half the time of Span(...)

@@ -8,8 +8,8 @@ little before its pages are needed, and a row whose page is not free yet is left
 **Weights change** (`change_weights`), or something else that KV depends on (`restart_prompts`). Rows, and sequences
 whose KV is offloaded or on its way back, go on with their KV. With `recompute` both are computed again. Three kinds are
 always computed again: a row without a launched step, a prompt that was offloaded before its first token, and a prompt
-that is due (`Group.due_from`). Other sequences use KV of older weights up to `engine.max_kv_age`; a row without a
-launched step goes on if the KV that it has found is not older.
+whose KV has to be fresh (`Group.fresh_from`). Other sequences use KV of older weights up to `engine.max_kv_age`; a row
+without a launched step goes on if the KV that it has found is not older.
 
 **All KV leaves the pool** (`release_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.
@@ -120,7 +120,7 @@ def restart_prompts(roster: Roster, seqs: list[Sequence], recompute: bool) -> tu
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing keeps only KV that was offloaded from it, or found KV that is young enough.
         own = bool(seq.drawn.versions) if seq.kv.own else prefixes.may_go_on(seq, roster.version)
-        if recompute or not (seq.row_ready or own) or seq.due_from is not None:
+        if recompute or not (seq.row_ready or own) or seq.fresh_from is not None:
             roster.take_off(seq)
             taken_off.append(seq)
         else:

@@ -29,7 +29,6 @@ from rollout.engine.schedule.completion_events import Counters, make_delta, make
 from rollout.engine.schedule.fair_queue import PromptOrder
 from rollout.engine.schedule.queue_feed import QueueFeed
 from rollout.engine.schedule.step_feature import RequestFeature, StepFeature, VariantFeature, of_kind
-from rollout.engine.sequence.drawn_tokens import NO_TOPS
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from trainer_bridge.wire.finish_reasons import FinishReason
 
@@ -174,7 +173,6 @@ class Roster:
         seq.finish = finish
         self.events.append(make_delta(seq, self.of_requests))
         seq.finalized = True  # set after the last delta: `rescue` relies on it
-        seq.drawn.tops = NO_TOPS  # the tops are sent; the group may run for long
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete

@@ -162,7 +162,7 @@ class Scheduler:
         roster.prefilling.remove(seq)
         insort(roster.decoding, seq, key=_pages_of)  # next to rows that share its first pages
         if seq is seq.group.first:
-            seq.group.due_from = None
+            seq.group.fresh_from = None
             roster.feed.first_launched(seq, roster.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:

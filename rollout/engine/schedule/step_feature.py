@@ -25,7 +25,7 @@ from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages.requests import FLAGS, OF_FEATURES, Request
 from rollout.engine.messages.statuses import StatusFields
 from rollout.engine.messages.to_engine import Prefetch
-from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields, Rejected
+from rollout.engine.messages.to_service import DeltaFields, DoneFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.upload import StepOutput, UploadStaging
@@ -114,7 +114,7 @@ class RequestFeature(StepFeature):
     def delta_made(self, seq: Sequence) -> None:
         """Called when a `Delta` is made: its fields count as sent. Must not fail."""
 
-    def done_fields(self, group: Group) -> PromptScoreFields:
+    def done_fields(self, group: Group) -> DoneFields:
         """Called for each `RequestDone`: return the feature's fields of it, and forget the group."""
         return {}
 

@@ -2,9 +2,6 @@
 
 Tokens that another worker drew (`known`) come first in all columns. The tokens drawn here follow; `versions` counts
 only these. A commit writes to `versions` last: a token is whole once it is counted there.
-
-Likeliest tokens (`TopTokens`) are added before the tokens of the same step, so a completion that ends without its
-newest token may have one entry too many; a reader asks for the entries of the tokens that exist.
 """
 
 from __future__ import annotations
@@ -76,40 +73,6 @@ def _trues_at_end(values: np.ndarray) -> int:
     return len(values) - 1 - int(wrong[-1]) if len(wrong) else len(values)
 
 
-class TopTokens:
-    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions.
-
-    With k = 0 nothing is asked for, and nothing is added.
-    """
-
-    def __init__(self, k: int, known: int) -> None:
-        self.k = k
-        self._ids = array("i", bytes(4 * k * known))
-        self._logprobs = array("f", bytes(4 * k * known))
-
-    def __len__(self) -> int:
-        return len(self._ids) // max(self.k, 1)
-
-    def add(self, ids_K: np.ndarray, logprobs_K: np.ndarray) -> None:
-        """Add the next position: int32 and float32, likeliest first, at least k of each."""
-        self._ids.frombytes(ids_K[: self.k].tobytes())
-        self._logprobs.frombytes(logprobs_K[: self.k].tobytes())
-
-    def cut(self, tokens: int) -> None:
-        """Forget the positions from this one on."""
-        del self._ids[tokens * self.k :]
-        del self._logprobs[tokens * self.k :]
-
-    def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions start..end-1: ids int32 and log-probs float32, [end - start, k] each."""
-        part, shape = slice(start * self.k, end * self.k), (end - start, self.k)
-        ids, logprobs = np.frombuffer(self._ids, np.int32), np.frombuffer(self._logprobs, np.float32)
-        return ids[part].reshape(shape).copy(), logprobs[part].reshape(shape).copy()
-
-
-NO_TOPS = TopTokens(0, 0)
-
-
 class DrawnTokens:
     """The drawn tokens of one completion. A commit appends to the columns, a delta reads them."""
 
@@ -123,7 +86,6 @@ class DrawnTokens:
         "oldest_version",
         "raw_logprobs",
         "tokens",
-        "tops",
         "versions",
     )
 
@@ -135,7 +97,6 @@ class DrawnTokens:
         self.logprobs = array("f", bytes(4 * known))
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if reshapes else None
-        self.tops = TopTokens(request.top_logprobs, known)
         self.versions: list[list[int]] = []  # runs of [weights version, tokens]
         self.oldest_version, self.newest_version = prior.oldest_version, prior.newest_version
         asked = request.max_version_span

@@ -18,13 +18,13 @@ class RowNeeds(IntFlag):
     BIAS = auto()
     MIN_TOKENS = auto()
     CONSTRAIN = auto()
-    TOP = auto()
-    VARIANT = auto()
+    LOGITS = auto()  # a feature reads the logits
+    VARIANT = auto()  # the forward runs with a variant of the weights
 
     @property
     def reshapes(self) -> bool:
         """True if the drawn distribution is not the plain one."""
-        return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.TOP | RowNeeds.VARIANT))
+        return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.LOGITS | RowNeeds.VARIANT))
 
 
 #: Sampling that is inside a captured step.
@@ -38,6 +38,7 @@ NEEDS: dict[Part, RowNeeds] = {
 
 
 def needs_of(request: Request) -> RowNeeds:
+    """The needs of a request's rows; features add theirs (`RequestFeature.enter`)."""
     sampling = request.sampling
     needs = RowNeeds.GREEDY if sampling.temperature == 0 else RowNeeds.DRAW
     for rule in RULES:
@@ -49,8 +50,4 @@ def needs_of(request: Request) -> RowNeeds:
         needs |= RowNeeds.MIN_TOKENS
     if request.constraint is not ANYTHING:
         needs |= RowNeeds.CONSTRAIN
-    if request.top_logprobs:
-        needs |= RowNeeds.TOP
-    if request.adapter is not None:
-        needs |= RowNeeds.VARIANT
     return needs

@@ -128,9 +128,9 @@ class Group:
     preemptions: int = 0
     admitted_s: float = math.inf  # infinite before the admission
     first_token_s: float = math.inf  # infinite before the first token
-    #: The first one must compute the prompt's tokens from here on, all under one weights version: a feature reads the
-    #: hidden states. None: no feature does, or they are launched.
-    due_from: int | None = None
+    #: The first one must compute the prompt's KV from this token on, all under one weights version. None: it may reuse
+    #: all, or this KV is launched.
+    fresh_from: int | None = None
     needs: RowNeeds = field(init=False)  # what its rows need of a step
     stop_ids: frozenset[int] = field(init=False)
 
@@ -255,15 +255,15 @@ class Sequence:
         return self.queued.computed + len(self.tokens) - self.drawn.known
 
     @property
-    def due_from(self) -> int | None:
-        """Like `Group.due_from`, for the first member; None for other members, which may reuse all KV."""
-        return self.group.due_from if self.group.first is self else None
+    def fresh_from(self) -> int | None:
+        """Like `Group.fresh_from`, for the first member; None for other members, which may reuse all KV."""
+        return self.group.fresh_from if self.group.first is self else None
 
     @property
     def consumed(self) -> int:
         """Positions whose KV the tokens generated here depend on; 0 before the first such token.
 
-        A completion that ends by `max_tokens` without such a token has the positions on which a scored prompt depends:
+        A completion that ends by `max_tokens` without such a token has the positions on which a prompt's logits depend:
         all but the last.
         """
         ended = self.finish is not None and self.finish.reason == "length"
@@ -283,7 +283,6 @@ class Sequence:
         self.void, self.ahead_in_flight, self.launched = self.inflight_refs, 0, count
         self.constraint.unmasked_end = count
         self.variant_use.dropped(count)
-        self.drawn.tops.cut(count)
 
     def begin_free(self, rewinds: bool) -> None:
         """Run without masks until the constraint holds, if it does not hold from the first token.

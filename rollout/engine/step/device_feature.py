@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Generic, NamedTuple, Self, TypedDict, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +35,8 @@ from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.step_streams import NO_ORDERS, Orders, Streams
 from rollout.engine.upload import Header, StepInput, UploadStaging
-from rollout.models.batch import AttentionBatch, ExpertRecord, HiddenTaps, KVCache, StepImages
+from rollout.models.batch import AttentionBatch, BatchFields, KVCache
 from rollout.models.language_model import LanguageModel
-from rollout.models.lora_slots import StepAdapters
 
 
 class OrderSizes(NamedTuple):
@@ -89,17 +88,6 @@ class Drawn(NamedTuple):
     masks: StepMasks  # masks of the rows with constraints
 
 
-class BatchFields(TypedDict, total=False):
-    """The fields of an `AttentionBatch` that features give."""
-
-    adapters: StepAdapters
-    experts: ExpertRecord
-    images: StepImages
-    own_chunks: tuple[int, ...]
-    rope_positions: torch.Tensor
-    taps: HiddenTaps | None
-
-
 #: The object to which a feature writes its output.
 Output = TypeVar("Output")
 #: Launches captured work, by its name and the size of the decode steps that it was captured for.
@@ -114,9 +102,9 @@ class DeviceFeature(Generic[Output]):
     """
 
     name: ClassVar[str]
-    #: The most int32 words that its sections have for a prompt token; `due_words` are added if the token is due.
+    #: The most int32 words that its sections have for a prompt token; if its KV has to be fresh, `fresh_words` more.
     token_words: ClassVar[int] = 0
-    due_words: ClassVar[int] = 0
+    fresh_words: ClassVar[int] = 0
 
     batch_fields: ClassVar[frozenset[str]] = frozenset()  # its `BatchFields`, which no other feature of a worker gives
     changes_forward: ClassVar[RowNeeds] = RowNeeds.NONE  # rows with this take decode forwards that are captured apart
@@ -221,7 +209,7 @@ class LogitsFeature(OutputFeature[Output]):
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: Output) -> None:
         """Called with the logits of the rows that draw, before any sampling rule: read them, and do not change them.
 
-        Plain decode steps on a GPU are captured whole and do not call it. Rows that need it have a bit of `RowNeeds`.
+        Plain decode steps on a GPU are captured whole and do not call it. Rows that need it have `RowNeeds.LOGITS`.
         """
 
     def downloads(self, header: Header, output: Output) -> Seq[Callable[[], None]]:

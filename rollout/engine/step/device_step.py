@@ -25,11 +25,11 @@ from rollout_kernels.step import begin_step
 
 from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature, LogitsFeature, OutputFeature
+from rollout.engine.step.device_feature import DeviceFeature, LogitsFeature, OutputFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.upload import StepInput, UploadStaging, put_decode
-from rollout.models.batch import AttentionBatch, KVCache, PromptChunk
+from rollout.models.batch import AttentionBatch, BatchFields, KVCache, PromptChunk
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, obstacle, supports
 from rollout.models.language_model import LanguageModel
@@ -172,11 +172,6 @@ class DeviceStep:
             ),
         )
         return begun.token_ids_B, batch
-
-    @property
-    def states_go_ahead(self) -> bool:
-        """True if steps with tokens ahead are other steps for the model: it has states, which go through these."""
-        return self.kv.states.drafts is not None
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
         """Show features the logits of a step, before its draw."""

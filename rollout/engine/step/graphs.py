@@ -143,12 +143,12 @@ class DecodeGraphs:
         self.sizes = CapturedSizes.up_to(most)
         self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # key: (slot, size, with_ahead)
         #: Kinds to capture: False, without tokens ahead; also True, with some, if the model's states need it.
-        self._ahead_kinds = (False, True) if step.states_go_ahead else (False,)
+        self._ahead_kinds = (False, True) if step.kv.states.go_ahead else (False,)
         self.forwards: dict[tuple[int, int, bool], _Forward] = {}  # key: (size, needs, with_ahead)
         #: Launches of features at the end of decode steps, by feature, name, and size.
         self.replays: dict[str, dict[str, dict[int, Callable[[], object]]]] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
-        self.experts: dict[int, list[torch.Tensor]] = {}
+        self.chosen: dict[int, list[torch.Tensor]] = {}
 
     @property
     def kept_bytes(self) -> int:
@@ -261,7 +261,7 @@ class DecodeGraphs:
             self._steps[id(slot), size, with_ahead] = graph
             if isinstance(self._step.forward, FusedDecoder):
                 # Only the first slot's experts: they keep their memory, which later graphs can't write to.
-                self.experts.setdefault(size, self._step.forward.take_chosen())
+                self.chosen.setdefault(size, self._step.forward.take_chosen())
 
     def _decode_work(self, size: int) -> Iterator[tuple[str, str, Callable[[], None]]]:
         """Launches of features after a decode step of this size: feature, name, and the launch."""
@@ -297,7 +297,7 @@ class NoGraphs(DecodeGraphs):
     def __init__(self) -> None:
         self.sizes = NOT_CAPTURED
         self.replays = {}
-        self.experts = {}
+        self.chosen = {}
 
     def capture(self, slots: list[Slot], progress: Progress = no_progress, sizes: Seq[int] = ()) -> None:
         """No-op."""

@@ -32,7 +32,7 @@ from rollout.engine.upload import (
     put_prefill,
 )
 
-#: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, save, load,
+#: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, copy, save, load,
 #: next token, alignment.
 _TOKEN_WORDS = 6
 _SPAN_WORDS = 32
@@ -209,8 +209,8 @@ def spare_words(max_rows: int, of_features: int = 0) -> int:
 
 def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) -> int:
     """Upper bound on the int32 words that the next `length` tokens of a prompt add to an upload."""
-    due = seq.due_from is not None
-    of_features = sum(feature.token_words + feature.due_words * due for feature in features)
+    fresh = seq.fresh_from is not None
+    of_features = sum(feature.token_words + feature.fresh_words * fresh for feature in features)
     words = (_TOKEN_WORDS + of_features) * length + _SPAN_WORDS
     if not seq.row_ready:
         kv = seq.kv
@@ -220,7 +220,7 @@ def upload_words(seq: Sequence, length: int, features: Seq[DeviceFeature] = ()) 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int, features: Seq[DeviceFeature]) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    token_words = sum(feature.token_words + feature.due_words for feature in features)
+    token_words = sum(feature.token_words + feature.fresh_words for feature in features)
     setup = _setup_words(max_pages, max_context, _SETUP_NEEDS)
     largest = (_TOKEN_WORDS + token_words) * chunk_tokens + _SPAN_WORDS + setup
     spare = spare_words(max_rows, sum(feature.spare_words for feature in features))

@@ -210,7 +210,7 @@ class OursEngine:
 
     def _distinct_experts(self, rows: int) -> Row:
         graphs = self.engine.executor.graphs
-        chosen = graphs.experts.get(graphs.sizes.size_for(rows), []) if rows else []
+        chosen = graphs.chosen.get(graphs.sizes.size_for(rows), []) if rows else []
         if not chosen:
             return {}
         torch.cuda.synchronize()

@@ -286,7 +286,7 @@ def test_the_experts_of_a_captured_step_can_be_looked_at(checkpoint):
     bench.run()
     executor = bench.engine.executor
     sparse = len(executor.step.model.spec.sparse_layers)
-    chosen = executor.graphs.experts[4]
+    chosen = executor.graphs.chosen[4]
     assert len(chosen) == sparse
     for experts_TK in chosen:
         assert experts_TK.shape == (4, TOP_K)
@@ -330,7 +330,7 @@ def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
     bench.run()
     executor = bench.engine.executor
     torch.cuda.synchronize()
-    ran = torch.stack(executor.graphs.experts[4], dim=1)  # of the slot that was captured first
+    ran = torch.stack(executor.graphs.chosen[4], dim=1)  # of the slot that was captured first
     records = [slot.outputs["routing"].experts.experts_TLK[:4].int() for slot in bench.engine.pipeline.free_slots]
     assert any(torch.equal(record, ran) for record in records), "nothing ran in that slot afterwards"
     for name, ids in prompts.items():

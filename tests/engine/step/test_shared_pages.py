@@ -127,7 +127,8 @@ class _Row:
 
 
 def plan_of(rows: list[_Row]) -> Plan:
-    return Plan([Span(row, 0, 1, 1) for row in rows], 0, RowNeeds.NONE, 1, len(rows), len(rows), [])
+    spans, tokens = [Span(row, 0, 1, 1) for row in rows], len(rows)
+    return Plan(spans, 0, RowNeeds.NONE, 1, tokens, tokens, [], [0] * tokens)
 
 
 def test_segments_are_made_again_only_when_rows_change():

@@ -21,7 +21,7 @@ def plan(rows: int, drafts: int) -> Plan:
     """Each row with its drafts, at position 99."""
     spans = [Span(None, 99, 1 + drafts, 1 + drafts) for _ in range(rows)]
     tokens = rows * (1 + drafts)
-    return Plan(spans, 0, PLAIN, 100 + drafts, tokens, tokens, [])
+    return Plan(spans, 0, PLAIN, 100 + drafts, tokens, tokens, [], [])
 
 
 @pytest.mark.parametrize(

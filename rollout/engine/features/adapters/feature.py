@@ -17,6 +17,7 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import RefusalError, VariantFeature
+from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import PLAIN_WEIGHTS, Group, Sequence
 from rollout.engine.upload import UploadStaging
 
@@ -38,7 +39,7 @@ class AdaptersFeature(CommandFeature, VariantFeature):
         if name not in self.table.known:
             message = f"adapter {name!r:.200} is not loaded; load it with 'load_adapter', or publish it"
             return Rejected(group.key, "bad_request", message, "adapter")
-        group.variant = self.table.known[name]
+        group.variant, group.needs = self.table.known[name], group.needs | RowNeeds.VARIANT
         return None
 
     def edition(self, prefetch: Prefetch) -> int:

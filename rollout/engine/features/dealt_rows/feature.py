@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput, UploadStaging
+from rollout.models.batch import BatchFields
 from rollout.models.decoder import Decoder
 
 _NAME = "dealt_rows"

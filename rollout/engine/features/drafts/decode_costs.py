@@ -53,7 +53,7 @@ def _verify_once(executor: Executor, slot: Slot, draft_row: int) -> None:
     padded, staging = size or 2, slot.staging
     staging.begin()
     executor.step.put_rows(staging, [1, draft_row], padded)
-    if executor.step.states_go_ahead:
+    if executor.step.kv.states.go_ahead:
         put_behind(staging, [1], padded)
     staging.put("pages", np.array([(1, 0, 0)], dtype=np.int32))
     staging.put("verified", np.array([(1, 0, 1, 0)]))

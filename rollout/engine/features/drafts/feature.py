@@ -29,7 +29,7 @@ from rollout.engine.features.drafts.drafter import NAME, DraftAfter
 from rollout.engine.features.drafts.planner import DraftPlanner, DraftVersions
 from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.schedule.plan import Plan, Span, VerifyPlan
+from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import AheadPlanner
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
@@ -37,7 +37,7 @@ from rollout.engine.upload import StepOutput, UploadStaging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlan(VerifyPlan):
+class DraftPlan(Plan):
     """A verify step, with what only this feature reads."""
 
     ahead: Seq[Drafts]  # all paths have one length
@@ -111,7 +111,7 @@ class DraftsFeature(AheadPlanner):
             longest = max(longest, end)
         saves, tokens = allocator.prefixes.take_saves(), len(rows)
         needed = RowNeeds(needs), longest, tokens, tokens
-        return DraftPlan(spans, version, *needed, [], saves, ahead=drafts, token_rows=rows, after=after, pages=pages)
+        return DraftPlan(spans, version, *needed, [], rows, saves, ahead=drafts, after=after, pages=pages)
 
     # --- upload -------------------------------------------------------------------------------------------------------
 

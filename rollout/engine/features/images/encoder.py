@@ -22,10 +22,10 @@ from rollout.engine.features.images.feature import TOKEN_WORDS, ImagesFeature
 from rollout.engine.messages.prompts import Pixels
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.step.device_feature import BatchFields, DeviceFeature, HostParts, Site
+from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
 from rollout.engine.upload import StepInput, UploadStaging
-from rollout.models.batch import StepImages
+from rollout.models.batch import BatchFields, StepImages
 from rollout.models.decoder import Decoder
 from rollout.models.vision import VisionTower, to_device
 from rollout.models.vision_spec import TowerSpec
@@ -123,7 +123,7 @@ class ImageEncoder(DeviceFeature[None]):
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Put the largest image, of zeros, if the step has everything that a prompt can ask for."""
-        if len(token_ids) and needs & RowNeeds.TOP:
+        if len(token_ids) and needs & RowNeeds.LOGITS:
             staging.extras.append(extra_of([self.largest()]))
 
     def largest(self) -> Encode:

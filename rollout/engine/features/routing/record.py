@@ -21,10 +21,10 @@ from rollout.engine.features.routing.entries import ExpertPages, entry_words
 from rollout.engine.features.routing.feature import RoutingFeature
 from rollout.engine.messages.requests import RoutingShape
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.step.device_feature import BatchFields, HostParts, OutputFeature, Site
+from rollout.engine.step.device_feature import HostParts, OutputFeature, Site
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import Header, StepInput
-from rollout.models.batch import AttentionBatch, ExpertRecord
+from rollout.models.batch import AttentionBatch, BatchFields, ExpertRecord
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.spec import ModelSpec
 

@@ -10,6 +10,7 @@ Sections:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, ScoredSpan, Scores, Scoring
 from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
-from rollout.engine.messages.to_service import DeltaFields, PromptScoreFields
+from rollout.engine.messages.to_service import DeltaFields, DoneFields
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import RequestFeature
 from rollout.engine.sequence.row_needs import RowNeeds
@@ -30,7 +31,7 @@ NAME = "scores"
 #: int32 words of a token that is scored: its position in the step and the next token's id.
 SCORED_WORDS = 4
 
-_TOP = RowNeeds.TOP.value  # flags of an enum are slow to test
+_LOGITS = RowNeeds.LOGITS.value  # flags of an enum are slow to test
 
 
 class AskedScores(NamedTuple):
@@ -119,19 +120,22 @@ class ScoresFeature(RequestFeature):
         self.most_words = WIDE_WORDS
         self._wide, self._widest = 0, 0  # the step being planned: scored positions, most tokens at one
         self.prompts: dict[Group, PromptScoreRows] = {}  # the known scores of prompts
+        self.tops: dict[Sequence, TopTokens] = {}  # top tokens of unfinished sequences
 
     def enter(self, group: Group) -> None:
         """A prompt that is scored has to be computed, except for tokens before the first one with scored logits."""
         if group.request.prompt_logprobs:
-            group.due_from = _first_scored(group.request)
+            group.fresh_from = _first_scored(group.request)
+        if group.request.top_logprobs:
+            group.needs |= RowNeeds.LOGITS
 
     def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
         """Take tokens up to the last position for which the wide list has room."""
         if first:
             self._wide = self._widest = 0
-        if seq.due_from is None or not (wide := wide_words(seq.group.request)):
+        if (scored := _scored_from(seq)) is None or not (wide := wide_words(seq.group.request)):
             return length
-        unscored = max(0, seq.due_from - start)  # tokens before the first one with a score
+        unscored = max(0, scored - start)  # tokens before the first one with a score
         if unscored >= length:
             return length
         widest = max(self._widest, MAX_PROMPT_TOKENS_SCORED if self._exact else wide)
@@ -143,8 +147,8 @@ class ScoresFeature(RequestFeature):
     def pack(self, plan: Plan, staging: UploadStaging) -> None:
         """Put the rows and positions that are scored."""
         asked = self._put_prompts(plan, staging) if plan.kind == "prefill" else _NOTHING
-        if plan.needs.value & _TOP:
-            top_rows = [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops.k]
+        if plan.needs.value & _LOGITS:
+            top_rows = [i for i, seq in enumerate(plan.sampled) if seq.group.request.top_logprobs]
             asked = asked._replace(tops=put_tops(staging, top_rows))
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
@@ -152,8 +156,8 @@ class ScoresFeature(RequestFeature):
     def _put_prompts(self, plan: Plan, staging: UploadStaging) -> AskedScores:
         narrow, wide, begin, spans = _List(), _List(), 0, list[ScoredSpan]()
         for index, span in enumerate(plan.spans):
-            if span.seq.due_from is not None:
-                first = max(0, span.seq.due_from - span.start)
+            if (scored := _scored_from(span.seq)) is not None:
+                first = max(0, scored - span.start)
                 count = min(span.start + span.tokens_in, span.seq.prompt_len - 1) - span.start - first
                 if count > 0:
                     spans.append(ScoredSpan(index, first, count))
@@ -171,7 +175,7 @@ class ScoresFeature(RequestFeature):
         if NAME not in output.of_features:
             return
         scores = output.of(NAME, Scores)
-        _note_tops(plan, scores, output.accepted)
+        self._note_tops(plan, scores, output.accepted)
         taken = {False: 0, True: 0}
         for index, first, count in scores.spans:
             seq, start, *_ = plan.spans[index]
@@ -190,28 +194,59 @@ class ScoresFeature(RequestFeature):
         drawn, fields = seq.drawn, DeltaFields()
         if seq.index == 0 and drawn.flushed == drawn.known:
             fields.update(self._prompt_fields(seq.group))
-        if drawn.tops.k:
-            fields["top_ids"], fields["top_logprobs"] = drawn.tops.between(drawn.flushed, len(drawn.tokens))
+        if seq.group.request.top_logprobs:
+            fields["top_ids"], fields["top_logprobs"] = self._tops_of(seq).between(drawn.flushed, len(drawn.tokens))
         return fields
 
-    def done_fields(self, group: Group) -> PromptScoreFields:
+    def delta_made(self, seq: Sequence) -> None:
+        """After its last delta a sequence keeps nothing: its group may run for long."""
+        if seq.finish is not None:
+            self.tops.pop(seq, None)
+
+    def done_fields(self, group: Group) -> DoneFields:
         """The scores of the prompt."""
         fields = self._prompt_fields(group)
         self.prompts.pop(group, None)
         return fields
 
-    def _prompt_fields(self, group: Group) -> PromptScoreFields:
+    def _prompt_fields(self, group: Group) -> DoneFields:
         if not group.request.prompt_logprobs:
             return {}
         return (self.prompts.get(group) or PromptScoreRows.unknown(group.request)).event_fields()
 
     def check(self) -> None:
         assert not self.prompts, "the scores of a prompt are left"
+        assert not self.tops, "top tokens of a sequence that has ended are kept"
+
+    def _tops_of(self, seq: Sequence) -> TopTokens:
+        if seq not in self.tops:
+            self.tops[seq] = TopTokens(seq.group.request.top_logprobs, seq.drawn.known)
+        return self.tops[seq]
+
+    def _note_tops(self, plan: Plan, scores: Scores, accepted: list[int]) -> None:
+        sampled = plan.sampled if scores.top_rows else []
+        refused = _refused_draws(plan, accepted) if scores.top_rows else ()
+        last = None
+        for index, ids_K, logprobs_K in zip(scores.top_rows, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
+            seq = sampled[index]
+            if not (seq.finalized or seq.void) and index not in refused:
+                tops = self._tops_of(seq)
+                if seq is not last:
+                    tops.cut(len(seq.tokens))
+                    assert len(tops) == len(seq.tokens), "a token has one entry"
+                tops.add(ids_K, logprobs_K)
+                last = seq
 
 
 def _first_scored(request: Request) -> int:
     """The first token of a prompt whose logits are scored: its logits give the log-prob of the next token."""
     return max(request.scored_from - 1, 0)
+
+
+def _scored_from(seq: Sequence) -> int | None:
+    """The first token whose logits are scored, if the prompt is, and this sequence computes it."""
+    request = seq.group.request
+    return _first_scored(request) if request.prompt_logprobs and seq.fresh_from is not None else None
 
 
 def put_tops(staging: UploadStaging, top_rows: Seq[int]) -> tuple[int, ...]:
@@ -240,17 +275,6 @@ def put_scored(
     return len(at)
 
 
-def _note_tops(plan: Plan, scores: Scores, accepted: list[int]) -> None:
-    sampled = plan.sampled if scores.top_rows else []
-    refused = _refused_draws(plan, accepted) if scores.top_rows else ()
-    for index, ids_K, logprobs_K in zip(scores.top_rows, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
-        seq = sampled[index]
-        if not (seq.finalized or seq.void) and index not in refused:
-            tops = seq.drawn.tops
-            assert plan.ahead or len(tops) == len(seq.tokens), "a position has one entry"
-            tops.add(ids_K, logprobs_K)
-
-
 def _refused_draws(plan: Plan, accepted: list[int]) -> set[int]:
     """Indices of the output with tokens that were drawn after a refused one."""
     refused: set[int] = set()
@@ -270,6 +294,38 @@ def _note_prompt(known: PromptScoreRows, here: slice, scores: ScoredPrompts, fou
         known.chosen[here] = scores.chosen_NM[found, : known.chosen.shape[1]]
     if known.entropy is not None:
         known.entropy[here] = scores.entropy_N[found]
+
+
+class TopTokens:
+    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions.
+
+    They are added before the tokens of the same step. So there may be entries of tokens that are not kept. A reader
+    asks for the tokens that exist, and the next step replaces the other entries.
+    """
+
+    def __init__(self, k: int, known: int) -> None:
+        self.k = k
+        self._ids = array("i", bytes(4 * k * known))
+        self._logprobs = array("f", bytes(4 * k * known))
+
+    def __len__(self) -> int:
+        return len(self._ids) // self.k
+
+    def add(self, ids_K: np.ndarray, logprobs_K: np.ndarray) -> None:
+        """Add the next position: int32 and float32, likeliest first, at least k of each."""
+        self._ids.frombytes(ids_K[: self.k].tobytes())
+        self._logprobs.frombytes(logprobs_K[: self.k].tobytes())
+
+    def cut(self, tokens: int) -> None:
+        """Forget the positions from this one on."""
+        del self._ids[tokens * self.k :]
+        del self._logprobs[tokens * self.k :]
+
+    def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions start..end-1: ids int32 and log-probs float32, [end - start, k] each."""
+        part, shape = slice(start * self.k, end * self.k), (end - start, self.k)
+        ids, logprobs = np.frombuffer(self._ids, np.int32), np.frombuffer(self._logprobs, np.float32)
+        return ids[part].reshape(shape).copy(), logprobs[part].reshape(shape).copy()
 
 
 @dataclass(slots=True)
@@ -297,7 +353,7 @@ class PromptScoreRows:
             version,
         )
 
-    def event_fields(self) -> PromptScoreFields:
+    def event_fields(self) -> DoneFields:
         """The fields of an event, with copies of the present values: later chunks still write to these."""
         return {
             "prompt_logprobs": self.logprobs.copy(),

@@ -44,7 +44,7 @@ class ScoreTaker(LogitsFeature[ScoreBuffers]):
     """
 
     name = NAME
-    due_words = SCORED_WORDS
+    fresh_words = SCORED_WORDS
     #: Words for named tokens, for padding, and for the wide list of a rehearsal, where the narrow one has all tokens.
     spare_words = (
         WIDE_WORDS
@@ -111,7 +111,7 @@ class ScoreTaker(LogitsFeature[ScoreBuffers]):
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
         """Score all rows, and all tokens of a prefill, in rehearsals."""
-        if not needs & RowNeeds.TOP:
+        if not needs & RowNeeds.LOGITS:
             return
         asked = AskedScores(put_tops(staging, range(rows)))
         if len(token_ids):

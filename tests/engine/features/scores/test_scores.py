@@ -34,6 +34,10 @@ CHANGED = [
 ]
 
 
+def scores_of(bench: Bench) -> ScoresFeature:
+    return find_feature(bench.engine.roster.features, ScoresFeature)
+
+
 def check_tops(done, prompt: list[int], k: int, hf_model) -> None:
     expected_NV = log_softmax_after(hf_model, prompt + done.token_ids)[len(prompt) - 1 : -1]
     check_rows(done, expected_NV, k)
@@ -79,7 +83,7 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
 def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_models):
     """As on a GPU, where pieces are filled up: what fills them up is nobody's."""
     bench = Bench(model, **PIECES)
-    find_feature(bench.engine.roster.features, ScoresFeature).multiple = SCORED_AT_ONCE
+    scores_of(bench).multiple = SCORED_AT_ONCE
     for i, length in enumerate((271, 10, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_tops=(5, None, 1)[i])
     bench.run()
@@ -129,7 +133,7 @@ def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, promp
     bench = Bench(model, **PIECES)
     sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
-    find_feature(bench.engine.roster.features, ScoresFeature).multiple = SCORED_AT_ONCE
+    scores_of(bench).multiple = SCORED_AT_ONCE
     for i, length in enumerate((300, 121, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
     bench.run()
@@ -143,7 +147,7 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
     bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
     limits, packer, used = bench.engine.scheduler.limits, bench.engine.parts.packer, []
     pack, spare = packer.pack, spare_words(limits.max_rows, SCORED_WORDS * SCORED_AT_ONCE)  # the padding of a list
-    find_feature(bench.engine.roster.features, ScoresFeature).multiple = SCORED_AT_ONCE  # as on a GPU
+    scores_of(bench).multiple = SCORED_AT_ONCE  # as on a GPU
 
     def measured(plan, staging):
         spans = [(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None]
@@ -183,7 +187,7 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
     bench.ticks(4)
     (seq,) = bench.engine.roster.prefilling
-    assert 0 < seq.kv.length < 60 and seq.due_from == 0
+    assert 0 < seq.kv.length < 60 and seq.fresh_from == 0
     bench.engine.roster.preempt(seq)
     bench.run()
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
@@ -402,7 +406,9 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
     bench.engine.tick()
     group = bench.engine.roster.groups["c", "g"]
     bench.tick_until(lambda: group.sequences[1].finalized)
-    assert [len(seq.drawn.tops) for seq in group.sequences[:2]] == [0, 0] and group.sequences[2].drawn.tops.k == 20
+    assert not scores_of(bench).tops.keys() & group.sequences[:2]
+    bench.tick_until(lambda: len(group.sequences[2].tokens) > 0)
+    assert list(scores_of(bench).tops) == group.sequences[2:]
     bench.run()
     assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))
 
@@ -424,7 +430,8 @@ def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, 
     bench.submit("a", prompt, 50, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
     bench.ticks(9)
     seq = bench.engine.roster.decoding[0]
-    seq.drawn.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
+    # An entry of a token that was not taken any more.
+    scores_of(bench).tops[seq].add(np.zeros(3, np.int32), np.zeros(3, np.float32))
     bench.engine.fail("broken")
     done = bench.completions["a", 0]
     assert done.finish.reason == "error" and 0 < len(done.token_ids) < 50
