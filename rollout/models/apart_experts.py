@@ -12,10 +12,8 @@ Legend: T tokens, E experts, K experts a token, H hidden.
 from __future__ import annotations
 
 import torch
-from rollout_kernels.moe.formats import Format
-from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
-from rollout.models.layers import RMSNorm, SparseFeedForward, empty_parameter
+from rollout.models.layers import Build, RMSNorm, SparseFeedForward
 from rollout.models.names import Region, one_name
 from rollout.models.spec import MoESpec
 
@@ -23,20 +21,12 @@ from rollout.models.spec import MoESpec
 class ApartExperts(SparseFeedForward):
     """A sparse block whose input is the residual stream."""
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        sparse_index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: Format = "plain",
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
-        super().__init__(spec, sparse_index, dtype, device, format, group)
-        norms = [RMSNorm(spec.hidden, spec.eps, dtype, device) for _ in range(5)]
+    def __init__(self, spec: MoESpec, sparse_index: int, build: Build) -> None:
+        super().__init__(spec, sparse_index, build)
+        norms = [RMSNorm(spec.hidden, spec.eps, build) for _ in range(5)]
         self.shared_norm, self.shared_output_norm, self.experts_norm, self.experts_output_norm = norms[:4]
         self.router_norm = norms[4]
-        self.expert_factors = empty_parameter(spec.experts, dtype=dtype, device=device)  # factors of weights
+        self.expert_factors = build.empty(spec.experts)  # factors of weights
 
     def router_input(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.router_norm(x_TH) * self.spec.hidden**-0.5

@@ -21,12 +21,10 @@ import torch.nn.functional as F
 from rollout_kernels import apply_rope, head_rms_norm, paged_decode_attention, plan_paged_decode
 from rollout_kernels.attention.index_scores import index_scores
 from rollout_kernels.attention.latent import ABSORBED_AT_ONCE, write_latent
-from rollout_kernels.moe.formats import Format
-from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, LayerKV
 from rollout.models.indexer import AT_ONCE_BYTES, spans
-from rollout.models.layers import Attention, Linear, StepContext, empty_parameter
+from rollout.models.layers import Attention, Build, Linear, StepContext
 from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, BlocksSpec
 
@@ -41,26 +39,15 @@ class ChosenPages(NamedTuple):
 class BlockAttention(Attention):
     """Grouped-query attention to chosen blocks; `key_index` is the place of the indexer's keys in the cache."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        kv_index: int,
-        key_index: int,
-        rope: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-        format: Format = "plain",
-    ) -> None:
-        super().__init__(spec, layer, kv_index, rope, dtype, device, group, format)
+    def __init__(self, spec: AttentionSpec, layer: int, kv_index: int, key_index: int, rope: int, build: Build) -> None:
+        super().__init__(spec, layer, kv_index, rope, build)
         assert spec.blocks is not None
         self.blocks: BlocksSpec = spec.blocks
         self.key_index = key_index
-        self.index_proj = Linear(spec.index, dtype, device)
-        self.index_qk_norm_weight = empty_parameter(2, self.blocks.dim, dtype=dtype, device=device)
+        self.index_proj = Linear(spec.index, build.plain)
+        self.index_qk_norm_weight = build.empty(2, self.blocks.dim)
         self.index_kinds: torch.Tensor  # the weight, of two, that each head takes
-        kinds = torch.tensor([0] * spec.kv_heads + [1], device=device)
+        kinds = torch.tensor([0] * spec.kv_heads + [1], device=build.device)
         self.register_buffer("index_kinds", kinds, persistent=False)
 
     def mix(self, x_TH: torch.Tensor, q_TQD: torch.Tensor, context: StepContext) -> torch.Tensor:

@@ -24,6 +24,7 @@ from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
     Block,
+    Build,
     DenseFeedForward,
     Embedding,
     Linear,
@@ -31,7 +32,6 @@ from rollout.models.layers import (
     Rope,
     SparseFeedForward,
     StepContext,
-    empty_parameter,
     float32_product,
 )
 from rollout.models.mamba2 import Mamba2
@@ -66,20 +66,12 @@ class Norms(NamedTuple):
 class DecoderLayer(Block):
     """A mixer and a feed-forward block, or one of the two; each with its norms and added to the residual stream."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: Format = "plain",
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, index: int, build: Build) -> None:
         super().__init__()
         self.spec = layer = spec.layers[index]
 
         def norm() -> RMSNorm:
-            return RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+            return RMSNorm(spec.hidden, spec.eps, build, spec.unit_offset)
 
         self.mixer_norm = None if layer.mixer is None else norm()
         apart = isinstance(layer.feed_forward, MoESpec) and layer.feed_forward.apart is not None
@@ -88,14 +80,14 @@ class DecoderLayer(Block):
         assert layer.norms == "before" or len(layer.blocks) == 2, "a layer of one block has no other norm"
         self.mixer_output_norm = norm() if around else None
         self.feed_forward_output_norm = norm() if around else None
-        rest: Format = "plain" if spec.only_experts_coded else format
-        self.mixer = None if layer.mixer is None else _mixer(spec, index, layer.mixer, dtype, device, rest, group)
+        rest = build.plain if spec.only_experts_coded else build
+        self.mixer = None if layer.mixer is None else _mixer(spec, index, layer.mixer, rest)
         inputs = spec.token_inputs
-        self.token_input = None if inputs is None else TokenInput(spec, inputs, index, dtype, device)
-        self.factor = None if layer.factor is None else empty_parameter(1, dtype=dtype, device=device)
+        self.token_input = None if inputs is None else TokenInput(spec, inputs, index, build)
+        self.factor = None if layer.factor is None else build.empty(1)
         feed_forward = layer.feed_forward
-        how = (dtype, device, format if isinstance(feed_forward, MoESpec) else rest, group)
-        self.feed_forward = None if feed_forward is None else _feed_forward(spec, index, feed_forward, *how)
+        rest = build if isinstance(feed_forward, MoESpec) else rest
+        self.feed_forward = None if feed_forward is None else _feed_forward(spec, index, feed_forward, rest)
 
     @property
     def blocks(self) -> tuple[MixerBlock | FeedForwardBlock, ...]:
@@ -158,15 +150,13 @@ class DecoderLayer(Block):
 class TokenInput(Block):
     """The block of a layer's own input of the tokens. It is whole on every rank."""
 
-    def __init__(
-        self, spec: ModelSpec, inputs: TokenInputSpec, layer: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, inputs: TokenInputSpec, layer: int, build: Build) -> None:
         super().__init__()
         self.spec, self.layer = inputs, layer
         names = inputs.names
-        self.gate_proj = Linear(LinearSpec(spec.hidden, (names.gate,), (inputs.dim,), False), dtype, device)
-        self.widen_proj = Linear(LinearSpec(inputs.dim, (names.widen,), (spec.hidden,), False), dtype, device)
-        self.output_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+        self.gate_proj = Linear(LinearSpec(spec.hidden, (names.gate,), (inputs.dim,), False), build.plain)
+        self.widen_proj = Linear(LinearSpec(inputs.dim, (names.widen,), (spec.hidden,), False), build.plain)
+        self.output_norm = RMSNorm(spec.hidden, spec.eps, build, spec.unit_offset)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The sum that the layer adds to its residual stream `x_TH`."""
@@ -188,14 +178,14 @@ class TokenInput(Block):
 class TokenInputs(Block):
     """Makes the inputs that layers have of the tokens of a step: half of token ids, half of the embedding."""
 
-    def __init__(self, spec: ModelSpec, inputs: TokenInputSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, inputs: TokenInputSpec, build: Build) -> None:
         super().__init__()
         self.spec, self.layers = inputs, len(spec.layers)
         width = self.layers * inputs.dim
-        self.embed = empty_parameter(inputs.vocab, width, dtype=dtype, device=device)
-        self.project = Linear(LinearSpec(spec.hidden, (inputs.names.project,), (width,), False), dtype, device)
-        self.norm = RMSNorm(inputs.dim, spec.eps, dtype, device, spec.unit_offset)
-        self.embed_scale = torch.tensor(inputs.dim**0.5, dtype=dtype).item()
+        self.embed = build.empty(inputs.vocab, width)
+        self.project = Linear(LinearSpec(spec.hidden, (inputs.names.project,), (width,), False), build.plain)
+        self.norm = RMSNorm(inputs.dim, spec.eps, build, spec.unit_offset)
+        self.embed_scale = torch.tensor(inputs.dim**0.5, dtype=build.dtype).item()
         self.project_scale = spec.hidden**-0.5
 
     def forward(self, token_ids_T: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
@@ -211,40 +201,24 @@ class TokenInputs(Block):
         return [one_name(embed, self.embed), *self.project.regions(""), one_name(norm, self.norm.weight)]
 
 
-def _mixer(
-    spec: ModelSpec,
-    index: int,
-    mixer: MixerSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    format: Format,
-    group: TensorGroup,
-) -> MixerBlock:
+def _mixer(spec: ModelSpec, index: int, mixer: MixerSpec, build: Build) -> MixerBlock:
     if isinstance(mixer, StateMixer):
         block: Any = _STATE_BLOCKS[type(mixer)]
-        return block(mixer, index, spec.state_layers.index(index), dtype, device, group)
+        return block(mixer, index, spec.state_layers.index(index), build.plain)
     kv_index, rope = spec.kv_index(index), spec.ropes.index(mixer.turned)
     if isinstance(mixer, LatentSpec):
-        return LatentAttention(mixer, index, kv_index, rope, dtype, device, group, format)
+        return LatentAttention(mixer, index, kv_index, rope, build)
     if mixer.blocks is not None:
         key_index = spec.key_index(index)
-        return BlockAttention(mixer, index, kv_index, key_index, rope, dtype, device, group, format)
-    return Attention(mixer, index, kv_index, rope, dtype, device, group, format)
+        return BlockAttention(mixer, index, kv_index, key_index, rope, build)
+    return Attention(mixer, index, kv_index, rope, build)
 
 
-def _feed_forward(
-    spec: ModelSpec,
-    index: int,
-    block: FeedForwardSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    format: Format,
-    group: TensorGroup,
-) -> FeedForwardBlock:
+def _feed_forward(spec: ModelSpec, index: int, block: FeedForwardSpec, build: Build) -> FeedForwardBlock:
     if isinstance(block, MoESpec):
         kind = SparseFeedForward if block.apart is None else ApartExperts
-        return kind(block, spec.sparse_layers.index(index), dtype, device, format, group)
-    return DenseFeedForward(block, index, dtype, device, group, format)
+        return kind(block, spec.sparse_layers.index(index), build)
+    return DenseFeedForward(block, index, build)
 
 
 def _norm_region(prefix: str, names: tuple[str, str | None], norm: RMSNorm) -> Region:
@@ -268,26 +242,23 @@ class Decoder(Block):
     ) -> None:
         super().__init__()
         assert (group.rank, group.size) == spec.shard, "the spec belongs to another rank"
-        self.spec = spec
-        self.format = format
-        self.group = group
+        self.spec, self.format, self.group = spec, format, group
+        build = Build(dtype, device, group, format)
         kept = len(spec.kept_vocab)
-        self.embed = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(spec, index, dtype, device, format, group) for index in range(len(spec.layers))
-        )
-        self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
+        self.embed = build.empty(kept, spec.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(spec, index, build) for index in range(len(spec.layers)))
+        self.norm = RMSNorm(spec.hidden, spec.eps, build, spec.unit_offset)
         # A tied output layer is the embedding itself: one parameter, one name.
-        self.lm_head = self.embed if spec.tied else empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
+        self.lm_head = self.embed if spec.tied else build.empty(kept, spec.hidden)
         rounded = torch.tensor(spec.embed_scale, dtype=dtype).item() if spec.embed_scale_rounded else spec.embed_scale
         self.embed_scale = rounded
         inputs = spec.token_inputs
-        self.token_inputs = None if inputs is None else TokenInputs(spec, inputs, dtype, device)
+        self.token_inputs = None if inputs is None else TokenInputs(spec, inputs, build)
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
         self.tower = None if spec.tower is None else VisionTower(spec.tower, dtype, device)
         self.draft: DraftHead | None = None
         if spec.draft is not None:
-            self.draft = DraftHead(spec.draft, len(spec.kv_shapes) - 1, spec.vocab, dtype, device, format)
+            self.draft = DraftHead(spec.draft, len(spec.kv_shapes) - 1, spec.vocab, build._replace(group=ONE_RANK))
 
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:

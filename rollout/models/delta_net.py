@@ -8,11 +8,10 @@ Legend: T tokens, H hidden, N outputs of the input product, C channels of the co
 
 import torch
 from rollout_kernels.delta import DraftInputs, Spans, gated_delta, gated_norm, short_conv
-from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch
 from rollout.models.cut import Cut, CutView
-from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.layers import Block, Build, LastProduct, Linear, RMSNorm, StepContext
 from rollout.models.names import Region, one_name
 from rollout.models.spec import DeltaNetSpec
 from rollout.models.state_pool import LayerState, StatePool
@@ -56,24 +55,16 @@ class StateBlock(Block):
 class DeltaNet(StateBlock):
     """Linear attention over the state pool."""
 
-    def __init__(
-        self,
-        spec: DeltaNetSpec,
-        layer: int,
-        state_index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
+    def __init__(self, spec: DeltaNetSpec, layer: int, state_index: int, build: Build) -> None:
         super().__init__()
         self.spec, self.layer, self.state_index = spec, layer, state_index
-        self.in_proj = Linear(spec.inputs, dtype, device)
-        self.conv_weight = empty_parameter(spec.mixed, spec.conv, dtype=dtype, device=device)
+        self.in_proj = Linear(spec.inputs, build)
+        self.conv_weight = build.empty(spec.mixed, spec.conv)
         # The decay is an exponential of these; 16 bits would cost long contexts their precision.
-        self.a_log = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
-        self.dt_bias = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
-        self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
-        self.o_proj = Linear(spec.out, dtype, device, group)
+        self.a_log = build.empty(spec.value_heads, dtype=torch.float32)
+        self.dt_bias = build.empty(spec.value_heads, dtype=torch.float32)
+        self.norm = RMSNorm(spec.value_dim, spec.eps, build)
+        self.o_proj = Linear(spec.out, build)
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext, one_by_one: bool = False) -> torch.Tensor:
         """The input of the output product, [T, H V]; advances the states. For `one_by_one` see `Spans`."""

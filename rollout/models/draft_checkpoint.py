@@ -20,6 +20,7 @@ from rollout.models.checkpoint_tensors import StoredTensor, check_tensors, copy_
 from rollout.models.config_rules import FLAG, MOST_LAYERS, Rule, integer, layer_list
 from rollout.models.config_spec import spec_from_config
 from rollout.models.draft_head import EAGLE_NAMES, FLAGS, OFFSETS, DraftHead
+from rollout.models.layers import Build
 from rollout.models.registry import config_rules, family_of
 from rollout.models.spec import AttentionSpec, DenseSpec, DraftSpec, ModelSpec
 
@@ -70,7 +71,7 @@ def read_draft(folder: Path, target: ModelSpec, random: bool = False) -> tuple[D
     if random:
         return spec, {}
     needed = {name: stored for name, stored in tensors.items() if name not in _UNUSED}
-    outline = DraftHead(spec, 0, target.vocab, torch.float32, torch.device("meta"))
+    outline = DraftHead(spec, 0, target.vocab, Build(torch.float32, torch.device("meta")))
     check_tensors(folder, needed, outline.regions(), _KIND)
     return spec, tensors
 

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.moe.formats import Format
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, gated
 
 from rollout.models.batch import AttentionBatch, KVCache
@@ -32,6 +31,7 @@ from rollout.models.latent import LatentAttention
 from rollout.models.layers import (
     Attention,
     Block,
+    Build,
     DenseFeedForward,
     Embedding,
     Linear,
@@ -40,7 +40,6 @@ from rollout.models.layers import (
     RunExperts,
     SparseFeedForward,
     StepContext,
-    empty_parameter,
     float32_product,
     gate_output,
 )
@@ -67,45 +66,37 @@ EAGLE_NAMES = DraftNames(
 class DraftHead(Block):
     """The draft model. Its parameters are uninitialised until a loader has filled them.
 
-    `kv_index` is its place among the layers with KV, `vocab` the size of the target's vocabulary, `experts` the format
-    of its experts' weights, if it has any.
+    `kv_index` is its place among the layers with KV, `vocab` the size of the target's vocabulary. Of its weights
+    only experts may be codes.
     """
 
-    def __init__(
-        self,
-        spec: DraftSpec,
-        kv_index: int,
-        vocab: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        experts: Format = "plain",
-    ) -> None:
+    def __init__(self, spec: DraftSpec, kv_index: int, vocab: int, build: Build) -> None:
         super().__init__()
         self.spec, self.vocab = spec, vocab
-        in_16_bits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        in_16_bits = build.device.type == "cuda" and build.dtype in (torch.bfloat16, torch.float16)
         self.fused = in_16_bits and _kernels_take(spec)
-        self.fc = Linear(spec.fc, dtype, device)
+        self.fc = Linear(spec.fc, build.plain)
         self.embed_norm, self.hidden_norm, self.feed_forward_norm, self.norm = (
-            RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset) for _ in range(4)
+            RMSNorm(spec.hidden, spec.eps, build, spec.unit_offset) for _ in range(4)
         )
         self.mixer_norm = None
         if spec.joined:
-            self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device, spec.unit_offset)
-        self.rope = Rope(*spec.mixer.turned, device)
+            self.mixer_norm = RMSNorm(spec.hidden, spec.eps, build, spec.unit_offset)
+        self.rope = Rope(*spec.mixer.turned, build.device)
         self.mixer: Attention | LatentAttention
         if isinstance(spec.mixer, LatentSpec):
-            self.mixer = LatentAttention(spec.mixer, 0, kv_index, 0, dtype, device)
+            self.mixer = LatentAttention(spec.mixer, 0, kv_index, 0, build.plain)
         else:
-            self.mixer = Attention(spec.mixer, 0, kv_index, 0, dtype, device)
+            self.mixer = Attention(spec.mixer, 0, kv_index, 0, build.plain)
         self.feed_forward: DenseFeedForward | SparseFeedForward
         if isinstance(spec.feed_forward, MoESpec):
-            self.feed_forward = SparseFeedForward(spec.feed_forward, 0, dtype, device, experts)
+            self.feed_forward = SparseFeedForward(spec.feed_forward, 0, build)
         else:
-            self.feed_forward = DenseFeedForward(spec.feed_forward, 0, dtype, device)
-        self.lm_head = empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device) if spec.own_head else None
+            self.feed_forward = DenseFeedForward(spec.feed_forward, 0, build.plain)
+        self.lm_head = build.empty(spec.vocab, spec.hidden) if spec.own_head else None
         #: int64: the token of the target that each token of its vocabulary is; filled by the loader.
         self.target_ids: torch.Tensor | None
-        ids = torch.arange(spec.vocab, device=device) if spec.mapped else None
+        ids = torch.arange(spec.vocab, device=build.device) if spec.mapped else None
         self.register_buffer("target_ids", ids, persistent=False)
 
     @torch.inference_mode()

@@ -28,7 +28,7 @@ from rollout_kernels.attention.latent import (
 )
 
 from rollout.models.batch import AttentionBatch
-from rollout.models.layers import Block, Linear, empty_parameter
+from rollout.models.layers import Block, Build, Linear
 from rollout.models.names import Region, one_name
 from rollout.models.spec import IndexerSpec
 
@@ -53,13 +53,13 @@ class IndexQueries(NamedTuple):
 class Indexer(Block):
     """Keeps a key of each token in pages, and chooses tokens by it."""
 
-    def __init__(self, spec: IndexerSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: IndexerSpec, build: Build) -> None:
         super().__init__()
         self.spec = spec
-        self.q_proj, self.k_proj = Linear(spec.q, dtype, device), Linear(spec.k, dtype, device)
-        self.k_norm = _LayerNorm(spec.dim, spec.eps, dtype, device)
+        self.q_proj, self.k_proj = Linear(spec.q, build), Linear(spec.k, build)
+        self.k_norm = _LayerNorm(spec.dim, spec.eps, build)
         # The weights of heads decide between nearly equal scores; transformers keeps them in float32, too.
-        self.head_weights = empty_parameter(spec.heads, spec.hidden, dtype=torch.float32, device=device)
+        self.head_weights = build.empty(spec.heads, spec.hidden, dtype=torch.float32)
 
     def forward(
         self,
@@ -107,10 +107,10 @@ class Indexer(Block):
 
 
 class _LayerNorm(Block):
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, width: int, eps: float, build: Build) -> None:
         super().__init__()
-        self.weight = empty_parameter(width, dtype=dtype, device=device)
-        self.bias = empty_parameter(width, dtype=dtype, device=device)
+        self.weight = build.empty(width)
+        self.bias = build.empty(width)
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

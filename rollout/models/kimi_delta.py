@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from rollout_kernels.delta import short_conv, state_rule
 from rollout_kernels.delta.rule import heads_of
 from rollout_kernels.norm_rope.elementwise import rms_norm
-from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.delta_net import StateBlock, conv_regions
-from rollout.models.layers import Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.layers import Build, Linear, RMSNorm, StepContext
 from rollout.models.names import Region, one_name
 from rollout.models.spec import KimiDeltaSpec
 
@@ -30,26 +29,18 @@ _CHUNK = 32
 class KimiDelta(StateBlock):
     """Linear attention over the state pool."""
 
-    def __init__(
-        self,
-        spec: KimiDeltaSpec,
-        layer: int,
-        state_index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
+    def __init__(self, spec: KimiDeltaSpec, layer: int, state_index: int, build: Build) -> None:
         super().__init__()
         self.spec, self.layer, self.state_index = spec, layer, state_index
-        self.in_proj = Linear(spec.inputs, dtype, device)
-        self.decay_proj = None if spec.decay is None else Linear(spec.decay, dtype, device)
-        self.gate_proj = None if spec.gate is None else Linear(spec.gate, dtype, device)
-        self.conv_weight = empty_parameter(spec.mixed, spec.conv, dtype=dtype, device=device)
+        self.in_proj = Linear(spec.inputs, build)
+        self.decay_proj = None if spec.decay is None else Linear(spec.decay, build)
+        self.gate_proj = None if spec.gate is None else Linear(spec.gate, build)
+        self.conv_weight = build.empty(spec.mixed, spec.conv)
         # The decay is an exponential of these; 16 bits would cost long contexts their precision.
-        self.a_log = empty_parameter(spec.value_heads, dtype=torch.float32, device=device)
-        self.dt_bias = empty_parameter(spec.value_heads * spec.key_dim, dtype=torch.float32, device=device)
-        self.norm = RMSNorm(spec.value_dim, spec.eps, dtype, device)
-        self.o_proj = Linear(spec.out, dtype, device, group)
+        self.a_log = build.empty(spec.value_heads, dtype=torch.float32)
+        self.dt_bias = build.empty(spec.value_heads * spec.key_dim, dtype=torch.float32)
+        self.norm = RMSNorm(spec.value_dim, spec.eps, build)
+        self.o_proj = Linear(spec.out, build)
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The input of the output product; advances the states."""

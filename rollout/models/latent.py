@@ -24,12 +24,10 @@ from rollout_kernels.attention.latent import (
     plan_latent_decode,
     write_latent,
 )
-from rollout_kernels.moe.formats import Format
-from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.batch import AttentionBatch, PromptChunk
 from rollout.models.indexer import Choice, Indexer, chosen_attention
-from rollout.models.layers import Block, LastProduct, Linear, RMSNorm, StepContext, gate_output, grown
+from rollout.models.layers import Block, Build, LastProduct, Linear, RMSNorm, StepContext, gate_output, grown
 from rollout.models.names import Region, one_name
 from rollout.models.spec import LatentSpec
 from rollout.models.split_context import attend_split, gathered_chunks, whole_context
@@ -50,30 +48,20 @@ class LatentAttention(Block):
     `rope` is the index of its rotary embedding in the model, `kv_index` counts the layers with KV.
     """
 
-    def __init__(
-        self,
-        spec: LatentSpec,
-        layer: int,
-        kv_index: int,
-        rope: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-        format: Format = "plain",
-    ) -> None:
+    def __init__(self, spec: LatentSpec, layer: int, kv_index: int, rope: int, build: Build) -> None:
         super().__init__()
         self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
-        self.in_proj = Linear(spec.inputs, dtype, device, format=format)
+        self.in_proj = Linear(spec.inputs, build)
         self.q_norm: RMSNorm | None = None
         self.q_b_proj: Linear | None = None
         if spec.q_rank is not None and spec.q_b is not None:
-            self.q_norm = RMSNorm(spec.q_rank, spec.eps, dtype, device)
-            self.q_b_proj = Linear(spec.q_b, dtype, device, format=format)
-        self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, dtype, device)
-        self.kv_b_proj = Linear(spec.kv_b, dtype, device)
-        self.gate_proj = None if spec.output_gate is None else Linear(spec.output_gate, dtype, device)
-        self.o_proj = Linear(spec.o, dtype, device, group, format)
-        self.indexer = None if spec.indexer is None else Indexer(spec.indexer, dtype, device)
+            self.q_norm = RMSNorm(spec.q_rank, spec.eps, build)
+            self.q_b_proj = Linear(spec.q_b, build)
+        self.kv_norm = RMSNorm(spec.kv_rank, spec.eps, build)
+        self.kv_b_proj = Linear(spec.kv_b, build.plain)
+        self.gate_proj = None if spec.output_gate is None else Linear(spec.output_gate, build.plain)
+        self.o_proj = Linear(spec.o, build)
+        self.indexer = None if spec.indexer is None else Indexer(spec.indexer, build.plain)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""

@@ -138,9 +138,22 @@ def _route_by_scores(
 ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax, "sigmoid": route_by_sigmoid}
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter without gradient and without defined contents."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+class Build(NamedTuple):
+    """The values that all blocks of a model are built with."""
+
+    dtype: torch.dtype
+    device: torch.device
+    group: TensorGroup = ONE_RANK  # the ranks of the other shards
+    format: Format = "plain"  # of the weights that may be codes
+
+    @property
+    def plain(self) -> Build:
+        """The same for weights that are never codes."""
+        return self._replace(format="plain")
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A parameter without gradient and without defined contents."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 class Embedding(NamedTuple):
@@ -276,25 +289,17 @@ class Linear(Block):
     Where a shard has a part of the inputs only, `product` is this rank's part of the sum that `complete` makes.
     """
 
-    def __init__(
-        self,
-        spec: LinearSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-        format: Format = "plain",
-    ) -> None:
+    def __init__(self, spec: LinearSpec, build: Build) -> None:
         super().__init__()
-        self.spec, self.format = spec, format
+        self.spec, self.group, self.format = spec, build.group, build.format
         self.partial = spec.input_cut is not None
-        self.group = group
         self.weight_scales: nn.Parameter | None = None
-        if format != "plain":
-            scales, dtype_of_scales = scales_shape(spec.widths, spec.inputs, format), scale_dtype(format)
-            self.weight_scales = empty_parameter(*scales, dtype=dtype_of_scales, device=device)
-        stored = dtype if format == "plain" else torch.uint8
-        self.weight = empty_parameter(spec.outputs, spec.inputs, dtype=stored, device=device)
-        self.bias = empty_parameter(spec.outputs, dtype=dtype, device=device) if spec.bias else None
+        if self.format != "plain":
+            scales, dtype_of_scales = scales_shape(spec.widths, spec.inputs, self.format), scale_dtype(self.format)
+            self.weight_scales = build.empty(*scales, dtype=dtype_of_scales)
+        stored = build.dtype if self.format == "plain" else torch.uint8
+        self.weight = build.empty(spec.outputs, spec.inputs, dtype=stored)
+        self.bias = build.empty(spec.outputs) if spec.bias else None
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """[T, K] to [T, N]."""
@@ -370,11 +375,9 @@ class Linear(Block):
 class RMSNorm(Block):
     """Root-mean-square normalisation of the last dimension; with `unit_offset` its weight is stored less 1."""
 
-    def __init__(
-        self, width: int, eps: float, dtype: torch.dtype, device: torch.device, unit_offset: bool = False
-    ) -> None:
+    def __init__(self, width: int, eps: float, build: Build, unit_offset: bool = False) -> None:
         super().__init__()
-        self.weight = empty_parameter(width, dtype=dtype, device=device)
+        self.weight = build.empty(width)
         self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -388,17 +391,9 @@ class HeadsNorm(RMSNorm):
     Each head is kept by equally many ranks, so the mean over all ranks is that over all heads.
     """
 
-    def __init__(
-        self,
-        width: int,
-        cut: Cut | None,
-        spec: AttentionSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup,
-    ) -> None:
-        super().__init__(width, spec.eps, dtype, device, spec.unit_offset)
-        self.cut, self.group = cut, group
+    def __init__(self, width: int, cut: Cut | None, spec: AttentionSpec, build: Build) -> None:
+        super().__init__(width, spec.eps, build, spec.unit_offset)
+        self.cut, self.group = cut, ONE_RANK if spec.shard.size == 1 else build.group
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         """[T, width] to the same."""
@@ -435,41 +430,30 @@ class Attention(Block):
     `rope` is the index of its rotary embedding in the model, `kv_index` counts the layers with KV.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        kv_index: int,
-        rope: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-        format: Format = "plain",
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layer: int, kv_index: int, rope: int, build: Build) -> None:
         super().__init__()
         self.spec, self.layer, self.kv_index, self.rope = spec, layer, kv_index, rope
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        self.qkv_proj = Linear(spec.qkv, dtype, device, format=format)
-        self.o_proj = Linear(spec.o, dtype, device, group, format)
+        self.qkv_proj = Linear(spec.qkv, build)
+        self.o_proj = Linear(spec.o, build)
         own_kv = spec.kv != "shared"
-        self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
+        self.sinks = build.empty(spec.heads) if spec.sinks else None
         gate = spec.output_gate
-        self.gate_proj = None if gate is None else Linear(gate, dtype, device)
+        self.gate_proj = None if gate is None else Linear(gate, build.plain)
         if spec.qk_norm in ("head", "unit"):
             self.qk_norm_weight: torch.Tensor
             if spec.qk_norm == "head":
-                self.qk_norm_weight = empty_parameter(2 if own_kv else 1, spec.head_dim, dtype=dtype, device=device)
+                self.qk_norm_weight = build.empty(2 if own_kv else 1, spec.head_dim)
             else:
-                ones = torch.ones(2, spec.head_dim, dtype=dtype, device=device)
+                ones = torch.ones(2, spec.head_dim, dtype=build.dtype, device=build.device)
                 self.register_buffer("qk_norm_weight", ones, persistent=False)
-            kinds = torch.tensor([0] * spec.heads + [1] * (spec.kv_heads * own_kv), device=device)
+            kinds = torch.tensor([0] * spec.heads + [1] * (spec.kv_heads * own_kv), device=build.device)
             self.head_kinds: torch.Tensor  # the weight, of two, that each head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
             q_cut, k_cut = spec.q_cut(spec.head_dim), spec.kv_cut(spec.head_dim)
-            of_heads = ONE_RANK if spec.shard.size == 1 else group
-            self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, dtype, device, of_heads)
-            self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, dtype, device, of_heads)
+            self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, build)
+            self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, build)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
@@ -620,19 +604,11 @@ class Attention(Block):
 class DenseFeedForward(Block):
     """The gated feed-forward block of a dense layer."""
 
-    def __init__(
-        self,
-        spec: DenseSpec,
-        layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-        format: Format = "plain",
-    ) -> None:
+    def __init__(self, spec: DenseSpec, layer: int, build: Build) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
-        self.gate_up_proj = Linear(spec.gate_up, dtype, device, format=format)
-        self.down_proj = Linear(spec.down, dtype, device, group, format)
+        self.gate_up_proj = Linear(spec.gate_up, build)
+        self.down_proj = Linear(spec.down, build)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """The block's output for the normalised `x_TH`."""
@@ -657,20 +633,12 @@ class SharedExpert(Block):
     A shard's product is this rank's part of a sum; its block adds up the parts of all ranks.
     """
 
-    def __init__(
-        self,
-        spec: DenseSpec,
-        gate: str | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: Format = "plain",
-        limit: float | None = None,
-    ) -> None:
+    def __init__(self, spec: DenseSpec, gate: str | None, build: Build, limit: float | None = None) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(spec.gate_up, dtype, device, format=format)
-        self.down_proj = Linear(spec.down, dtype, device, format=format)
+        self.gate_up_proj = Linear(spec.gate_up, build)
+        self.down_proj = Linear(spec.down, build)
         self.spec, self.limit = spec, limit
-        self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
+        self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), build.plain)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Its output for the normalised `x_TH`, [T, H], or this rank's part of it."""
@@ -700,54 +668,44 @@ class SparseFeedForward(Block):
 
     reads_host = True
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        sparse_index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        format: Format = "plain",
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
+    def __init__(self, spec: MoESpec, sparse_index: int, build: Build) -> None:
         super().__init__()
-        self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, format, group
-        self.stacked_shared = spec.shared_like_others if format == "plain" else 0
+        self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, build.format, build.group
+        self.stacked_shared = spec.shared_like_others if self.format == "plain" else 0
         #: The number of shared experts that follow the routed ones, and whether the router has a row for their gate.
         self.shared_choices = Shared(self.stacked_shared, self.stacked_shared > 0 and spec.shared_gate)
         logits = spec.experts + self.shared_choices.gated
-        self.router = empty_parameter(logits, spec.hidden, dtype=dtype, device=device)
+        self.router = build.empty(logits, spec.hidden)
         self.router_bias: nn.Parameter | None = None
         if spec.router.bias:
-            self.router_bias = empty_parameter(spec.experts, dtype=torch.float32, device=device)
+            self.router_bias = build.empty(spec.experts, dtype=torch.float32)
         self.logit_bias: nn.Parameter | None = None
         if spec.router.logit_bias:
-            self.logit_bias = empty_parameter(spec.experts, dtype=dtype, device=device)
+            self.logit_bias = build.empty(spec.experts)
         self.shared: SharedExpert | None = None  # the shared expert, if it is kept apart
         if spec.shared is not None and not self.stacked_shared:
             gate = spec.names.shared_gate if spec.shared_gate else None
             limit = None if spec.limits is None else spec.limits.shared
-            self.shared = SharedExpert(spec.shared, gate, dtype, device, format, limit)
+            self.shared = SharedExpert(spec.shared, gate, build, limit)
         wide, halves = spec.halves * spec.intermediate, spec.halves
-        self.gate_up, self.gate_up_scales = self._empty(wide, spec.width, halves, dtype, device)
-        self.down, self.down_scales = self._empty(spec.width, spec.intermediate, 1, dtype, device)
+        self.gate_up, self.gate_up_scales = self._empty(wide, spec.width, halves, build)
+        self.down, self.down_scales = self._empty(spec.width, spec.intermediate, 1, build)
         self.narrow_proj = self.widen_proj = None
         if spec.inner is not None:
             narrow = LinearSpec(spec.hidden, (spec.names.narrow,), (spec.inner,), False)
             widen = LinearSpec(spec.inner, (spec.names.widen,), (spec.hidden,), False)
-            self.narrow_proj, self.widen_proj = Linear(narrow, dtype, device), Linear(widen, dtype, device)
+            self.narrow_proj, self.widen_proj = Linear(narrow, build.plain), Linear(widen, build.plain)
         self.biases: tuple[nn.Parameter, nn.Parameter] | None = None
         how: dict[str, Any] = {"activation": spec.activation, "limit": spec.limits and spec.limits.experts}
         self.activation: Callable[[torch.Tensor], torch.Tensor] = functools.partial(gated, **how)
         if spec.clamped is not None:
             kept = len(spec.kept_experts)
-            self.gate_up_bias = empty_parameter(kept, 2 * spec.intermediate, dtype=dtype, device=device)
-            self.down_bias = empty_parameter(kept, spec.hidden, dtype=dtype, device=device)
+            self.gate_up_bias = build.empty(kept, 2 * spec.intermediate)
+            self.down_bias = build.empty(kept, spec.hidden)
             self.biases = (self.gate_up_bias, self.down_bias)
             self.activation = functools.partial(clamped_glu, alpha=spec.clamped.alpha, limit=spec.clamped.limit)
 
-    def _empty(
-        self, outputs: int, inputs: int, halves: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+    def _empty(self, outputs: int, inputs: int, halves: int, build: Build) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Memory for a projection of all experts, [E, outputs, inputs], and for its scales, if the format has any.
 
         E counts shared experts that are stored with the others.
@@ -755,9 +713,9 @@ class SparseFeedForward(Block):
         experts, format = len(self.spec.kept_experts) + self.stacked_shared, self.format
         shape = scale_shape(experts, outputs, inputs, format, halves)
         if shape is None:
-            return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
-        codes = empty_parameter(experts, outputs, inputs, dtype=torch.uint8, device=device)
-        return codes, empty_parameter(*shape, dtype=scale_dtype(format), device=device)
+            return build.empty(experts, outputs, inputs), None
+        codes = build.empty(experts, outputs, inputs, dtype=torch.uint8)
+        return codes, build.empty(*shape, dtype=scale_dtype(format))
 
     def weights(self, projection: Literal["gate_up", "down"]) -> ExpertWeights:
         """One projection of all experts in the kernels' layout, without a copy; plain weights must have 16 bits."""

@@ -45,6 +45,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.draft_checkpoint import fill_draft, read_draft
 from rollout.models.draft_head import FLAGS, OFFSETS, PREFIX, DraftHead
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
+from rollout.models.layers import Build
 from rollout.models.longrope import choose_factors
 from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
@@ -340,7 +341,8 @@ def _own_draft(source: _Source, spec: ModelSpec, format: Format) -> DraftSpec | 
         return None
     mtp, regions, stored = spec.mtp, [], {}
     if mtp is not None:
-        regions = DraftHead(mtp, 0, spec.vocab, source.dtype, torch.device("meta"), format).update_regions()
+        build = Build(source.dtype, torch.device("meta"), format=format)
+        regions = DraftHead(mtp, 0, spec.vocab, build).update_regions()
         names = all_views(regions)
         stored = {name: tensor for name, tensor in source.tensors.items() if name in names}  # no copies of the model's
     reason = None

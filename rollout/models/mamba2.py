@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from rollout_kernels.delta import short_conv, state_rule
 from rollout_kernels.delta.rule import decays_between, end_of_chunk
-from rollout_kernels.parallel import ONE_RANK, TensorGroup
 
 from rollout.models.cut import CutView
 from rollout.models.delta_net import StateBlock
-from rollout.models.layers import Linear, RMSNorm, StepContext, empty_parameter
+from rollout.models.layers import Build, Linear, RMSNorm, StepContext
 from rollout.models.names import Region, one_name
 from rollout.models.spec import Mamba2Spec
 
@@ -27,27 +26,17 @@ from rollout.models.spec import Mamba2Spec
 class Mamba2(StateBlock):
     """A state for each head over the state pool."""
 
-    def __init__(
-        self,
-        spec: Mamba2Spec,
-        layer: int,
-        state_index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup = ONE_RANK,
-    ) -> None:
+    def __init__(self, spec: Mamba2Spec, layer: int, state_index: int, build: Build) -> None:
         super().__init__()
-        self.spec, self.layer, self.state_index, self.group = spec, layer, state_index, group
+        self.spec, self.layer, self.state_index, self.group = spec, layer, state_index, build.group
         channels = sum(spec.mixed_widths)
-        self.in_proj = Linear(spec.inputs, dtype, device)
-        self.conv_weight = empty_parameter(channels, spec.conv, dtype=dtype, device=device)
-        self.conv_bias = empty_parameter(channels, dtype=dtype, device=device) if spec.conv_bias else None
+        self.in_proj = Linear(spec.inputs, build)
+        self.conv_weight = build.empty(channels, spec.conv)
+        self.conv_bias = build.empty(channels) if spec.conv_bias else None
         # The decay is an exponential of these; 16 bits would cost long contexts their precision.
-        self.a_log, self.dt_bias, self.skip = (
-            empty_parameter(spec.heads, dtype=torch.float32, device=device) for _ in range(3)
-        )
-        self.norm = RMSNorm(spec.width, spec.eps, dtype, device)
-        self.o_proj = Linear(spec.out, dtype, device, group)
+        self.a_log, self.dt_bias, self.skip = (build.empty(spec.heads, dtype=torch.float32) for _ in range(3))
+        self.norm = RMSNorm(spec.width, spec.eps, build)
+        self.o_proj = Linear(spec.out, build)
 
     def mix(self, inputs_TN: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The input of the output product; advances the states."""
