@@ -19,6 +19,7 @@ Legend: T tokens, Q query heads, D head dimension.
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from rollout_kernels.attention.triton_decode import decode_attention
@@ -132,19 +133,9 @@ def attend(
         group = q_TQD.shape[1] // kv_heads
         plan = partial(_plan, lens_T, kv_heads, group, window, most, batch.segments_SW)
         work = batch.shared((window, kv_heads, tokens.start), plan)
-        out.append(
-            decode_attention(
-                q_TQD[tokens],
-                cache.k_PSGD,
-                cache.v_PSGD,
-                table_TP,
-                lens_T,
-                scale=scale,
-                window=window,
-                scales_P2GS=cache.scales_P2GS,
-                work=work,
-            )
-        )
+        given = q_TQD[tokens], cache.k_PSGD, cache.v_PSGD, table_TP, lens_T
+        how: dict[str, Any] = {"scale": scale, "window": window, "scales_P2GS": cache.scales_P2GS}
+        out.append(decode_attention(*given, **how, work=work))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 

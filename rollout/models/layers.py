@@ -144,7 +144,7 @@ class Build(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     group: TensorGroup = ONE_RANK  # the ranks of the other shards
-    format: Format = "plain"  # of the weights that may be codes
+    format: Format = "plain"  # the format of weights that may be codes
 
     @property
     def plain(self) -> Build:
@@ -514,36 +514,16 @@ class Attention(Block):
         window = self.spec.window
         if self.spec.chunk is not None:
             batch = batch.in_chunks(self.spec.chunk, cache.k_PSGD.shape[1])
+        given = q_TQD, cache.k_PSGD, cache.v_PSGD, batch.page_table_BP
+        how: dict[str, Any] = {"scale": self.scale, "window": window, "scales_P2GS": cache.scales_P2GS}
+        how |= {"softcap": self.spec.softcap, "sinks_H": self.sinks}
         if batch.chunks is not None:
+            starts_C1, lens_B = batch.query_starts_C1, batch.context_lens_B
             return paged_prefill_attention(
-                q_TQD,
-                cache.k_PSGD,
-                cache.v_PSGD,
-                batch.page_table_BP,
-                batch.chunks,
-                scale=self.scale,
-                window=window,
-                scales_P2GS=cache.scales_P2GS,
-                softcap=self.spec.softcap,
-                sinks_H=self.sinks,
-                query_starts_C1=batch.query_starts_C1,
-                context_lens_B=batch.context_lens_B,
+                *given, batch.chunks, **how, query_starts_C1=starts_C1, context_lens_B=lens_B
             )
-        return paged_decode_attention(
-            q_TQD,
-            cache.k_PSGD,
-            cache.v_PSGD,
-            batch.page_table_BP,
-            batch.context_lens_B,
-            scale=self.scale,
-            window=window,
-            max_context=batch.max_context,
-            scales_P2GS=cache.scales_P2GS,
-            softcap=self.spec.softcap,
-            sinks_H=self.sinks,
-            plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
-            log_sum_BH=log_sum_BQ,
-        )
+        how |= {"max_context": batch.max_context, "plan": batch.decode_plan(window, cache.k_PSGD, q_TQD)}
+        return paged_decode_attention(*given, batch.context_lens_B, **how, log_sum_BH=log_sum_BQ)
 
     def _project(
         self, x_TH: torch.Tensor, adapters: StepAdapters | None

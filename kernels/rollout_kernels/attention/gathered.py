@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -86,16 +87,9 @@ def attend_gathered(
     from rollout_kernels.attention.gluon_prefill import gathered_attention
 
     contexts = [context for _, _, context in chunks]
-    k_GND, v_GND = gather_kv(
-        k_cache_PSGD,
-        v_cache_PSGD,
-        page_table_CP,
-        context_lens_C,
-        rows=gathered_rows(contexts),
-        most=max(contexts),
-        dtype=q_THD.dtype,
-        scales_P2GS=scales_P2GS,
-    )
+    given = k_cache_PSGD, v_cache_PSGD, page_table_CP, context_lens_C
+    sizes: dict[str, Any] = {"rows": gathered_rows(contexts), "most": max(contexts), "dtype": q_THD.dtype}
+    k_GND, v_GND = gather_kv(*given, **sizes, scales_P2GS=scales_P2GS)
     blocks = block_count([queries for _, queries, _ in chunks])
     items_BW = prefill_items(query_starts_C1, context_lens_C, blocks, window)
     programs = multiprocessors(q_THD.device)

@@ -86,23 +86,15 @@ def latent_decode_attention(
         plan: the result of `plan_latent_decode` for the same rows.
         log_sum_BH: as in `paged_decode_attention`.
     """
+    how: dict[str, Any]
     if not isinstance(plan, DecodePlan):
         from rollout_kernels.attention.triton_latent_decode import decode_latents
 
-        how: dict[str, Any] = {"rank": rank, "scale": scale, "work": plan, "log_sum_BH": log_sum_BH}
+        how = {"rank": rank, "scale": scale, "work": plan, "log_sum_BH": log_sum_BH}
         return decode_latents(q_BHL, cache_PS1L, page_table_BP, context_lens_B, **how)
-    return paged_decode_attention(
-        q_BHL,
-        cache_PS1L,
-        cache_PS1L[..., :rank],
-        page_table_BP,
-        context_lens_B,
-        scale=scale,
-        window=None,
-        max_context=0,
-        plan=plan,
-        log_sum_BH=log_sum_BH,
-    )
+    given = q_BHL, cache_PS1L, cache_PS1L[..., :rank], page_table_BP, context_lens_B
+    how = {"scale": scale, "window": None, "max_context": 0, "plan": plan, "log_sum_BH": log_sum_BH}
+    return paged_decode_attention(*given, **how)
 
 
 def expanded_attention(

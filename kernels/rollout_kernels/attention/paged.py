@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -189,35 +189,16 @@ def paged_decode_attention(
             a context are merged. That of a row without context is meaningless.
     """
     if plan is None and not kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H):
-        dtype, page_size = q_BHD.dtype, k_cache_PSGD.shape[1]
-        plan = plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, dtype)
+        plan = plan_decode(page_table_BP, context_lens_B, k_cache_PSGD.shape[1], window, max_context, q_BHD.dtype)
     if plan is None:
-        plan = plan_paged_decode(
-            page_table_BP,
-            context_lens_B,
-            k_cache_PSGD,
-            heads=q_BHD.shape[1],
-            window=window,
-            max_context=max_context,
-            dtype=q_BHD.dtype,
-        )
+        shape: dict[str, Any] = {"heads": q_BHD.shape[1], "window": window, "max_context": max_context}
+        plan = plan_paged_decode(page_table_BP, context_lens_B, k_cache_PSGD, dtype=q_BHD.dtype, **shape)
     if not isinstance(plan, DecodePlan):
         from rollout_kernels.attention.triton_decode import decode_attention
 
-        return decode_attention(
-            q_BHD,
-            k_cache_PSGD,
-            v_cache_PSGD,
-            page_table_BP,
-            context_lens_B,
-            scale=scale,
-            window=window,
-            scales_P2GS=scales_P2GS,
-            work=plan,
-            softcap=softcap,
-            sinks_H=sinks_H,
-            log_sum_BH=log_sum_BH,
-        )
+        given = q_BHD, k_cache_PSGD, v_cache_PSGD, page_table_BP, context_lens_B
+        how: dict[str, Any] = {"scale": scale, "window": window, "scales_P2GS": scales_P2GS, "softcap": softcap}
+        return decode_attention(*given, **how, sinks_H=sinks_H, work=plan, log_sum_BH=log_sum_BH)
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
     k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, plan.pages_N, q_BHD.dtype)
@@ -271,57 +252,26 @@ def paged_prefill_attention(
         [T, H, V] in the queries' dtype. The torch twin runs on a CPU, where the two device tensors are missing, and
         where there is no kernel (`kernels_take`).
     """
-    has_kernel = kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H)
+    cache = k_cache_PSGD, v_cache_PSGD
+    has_kernel = kernels_take(*cache, softcap, sinks_H)
     if has_kernel and query_starts_C1 is not None and context_lens_B is not None:
         from rollout_kernels.attention.gathered import attend_gathered, takes
         from rollout_kernels.attention.triton_prefill import prefill_attention
 
         plain = softcap is None and sinks_H is None
+        how: dict[str, Any] = {"scale": scale, "window": window, "scales_P2GS": scales_P2GS}
         if plain and takes(q_THD, chunks, k_cache_PSGD.shape[2], window, scale):
-            return attend_gathered(
-                q_THD,
-                k_cache_PSGD,
-                v_cache_PSGD,
-                page_table_BP,
-                chunks,
-                query_starts_C1,
-                context_lens_B,
-                scale=scale,
-                window=window,
-                scales_P2GS=scales_P2GS,
-            )
-        return prefill_attention(
-            q_THD,
-            k_cache_PSGD,
-            v_cache_PSGD,
-            page_table_BP,
-            query_starts_C1,
-            context_lens_B,
-            max_query=max(length for _, length, _ in chunks),
-            scale=scale,
-            window=window,
-            scales_P2GS=scales_P2GS,
-            softcap=softcap,
-            sinks_H=sinks_H,
-        )
+            return attend_gathered(q_THD, *cache, page_table_BP, chunks, query_starts_C1, context_lens_B, **how)
+        how |= {"max_query": max(length for _, length, _ in chunks), "softcap": softcap, "sinks_H": sinks_H}
+        return prefill_attention(q_THD, *cache, page_table_BP, query_starts_C1, context_lens_B, **how)
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_cache_PSGD.shape[3])
     for row, (start, length, context) in enumerate(chunks):
         for begin in range(0, length, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, length)
             block = slice(start + begin, start + end)
             span = (context - length + begin, context - length + end)
-            out_THD[block] = _attend_block(
-                q_THD[block],
-                k_cache_PSGD,
-                v_cache_PSGD,
-                scales_P2GS,
-                page_table_BP[row],
-                span,
-                scale,
-                window,
-                softcap,
-                sinks_H,
-            )
+            pages = (*cache, scales_P2GS, page_table_BP[row])
+            out_THD[block] = _attend_block(q_THD[block], *pages, span, scale, window, softcap, sinks_H)
     return out_THD
 
 
@@ -354,15 +304,9 @@ def _attend_block(
     group = heads // kv_heads
     q_GRQD = q_QHD.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
     sinks_GR1 = _by_group(sinks_H, kv_heads)
-    out_GRQD = _attend(
-        q_GRQD,
-        k_GCD[:, None].expand(-1, group, -1, -1),
-        v_GCD[:, None].expand(-1, group, -1, -1),
-        _bias(visible_QC, q_QHD.dtype),
-        scale,
-        softcap,
-        None if sinks_GR1 is None else sinks_GR1[..., None],
-    )
+    k_GRCD, v_GRCD = (x[:, None].expand(-1, group, -1, -1) for x in (k_GCD, v_GCD))
+    sinks = None if sinks_GR1 is None else sinks_GR1[..., None]
+    out_GRQD = _attend(q_GRQD, k_GRCD, v_GRCD, _bias(visible_QC, q_QHD.dtype), scale, softcap, sinks)
     return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, -1)
 
 

@@ -13,6 +13,7 @@ Legend: T tokens of the step, Q query heads, G KV heads, D dimension of queries 
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,43 +64,20 @@ def paged_attention(
         write_kv(k_TGD, v_TGV, cache.k_PSGD, cache.v_PSGD, step.slots_T, cache.scales_P2GS)
     scale = q_TQD.shape[-1] ** -0.5 if scaling is None else scaling
     shared: Any = {"scale": scale, "window": facts.window, "scales_P2GS": cache.scales_P2GS, "softcap": softcap}
-    caches = cache.k_PSGD, cache.v_PSGD
+    shared["sinks_H"], caches = s_aux, (cache.k_PSGD, cache.v_PSGD)
+    given = q_TQD.contiguous(), *caches, batch.page_table_BP
     if batch.chunks is not None:
-        out_TQV = paged_prefill_attention(
-            q_TQD.contiguous(),
-            *caches,
-            batch.page_table_BP,
-            batch.chunks,
-            query_starts_C1=batch.query_starts_C1,
-            context_lens_B=batch.context_lens_B,
-            sinks_H=s_aux,
-            **shared,
-        )
+        shared |= {"query_starts_C1": batch.query_starts_C1, "context_lens_B": batch.context_lens_B}
+        out_TQV = paged_prefill_attention(*given, batch.chunks, **shared)
         return out_TQV.unflatten(0, (rows, -1)), None
     if kernels_take(*caches, softcap, s_aux):
         plan: Any = batch.decode_plan(facts.window, cache.k_PSGD, q_TQD)
     else:
-        plan = batch.shared(
-            ("gathered", facts.window),
-            lambda: plan_decode(
-                batch.page_table_BP,
-                batch.context_lens_B,
-                step.kv.page_size,
-                facts.window,
-                batch.max_context,
-                q_TQD.dtype,
-            ),
-        )
-    out_TQV = paged_decode_attention(
-        q_TQD.contiguous(),
-        *caches,
-        batch.page_table_BP,
-        batch.context_lens_B,
-        max_context=batch.max_context,
-        plan=plan,
-        sinks_H=s_aux,
-        **shared,
-    )
+        rows_of = batch.page_table_BP, batch.context_lens_B, step.kv.page_size
+        make = partial(plan_decode, *rows_of, facts.window, batch.max_context, q_TQD.dtype)
+        plan = batch.shared(("gathered", facts.window), make)
+    shared |= {"max_context": batch.max_context, "plan": plan}
+    out_TQV = paged_decode_attention(*given, batch.context_lens_B, **shared)
     return out_TQV.unflatten(0, (rows, -1)), None
 
 
