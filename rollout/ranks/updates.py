@@ -34,7 +34,6 @@ from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_stagi
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
 from rollout.weights.update_memory import UpdateMemories, UpdateMemory
-from trainer_bridge.transports.base import OfferTaker
 from trainer_bridge.transports.cuda_ipc import IpcMemory
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.registry import TRANSPORTS
@@ -225,7 +224,7 @@ class _Phase(IntEnum):
     PREPARING = 4  # all bytes are verified, and the followers plan their swap
 
 
-class GroupUpdateMemory(UpdateMemory, OfferTaker):
+class GroupUpdateMemory(UpdateMemory):
     """The memory of one update on all ranks: this rank's, and a relay through which the others get its pieces.
 
     transport --> relay memory, which all ranks read --> staging memory of each rank --swap--> its parameters
@@ -309,7 +308,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return self._phase >= _Phase.OPEN
 
     def offer(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Like `OfferTaker.offer`: the followers hear of it after the update."""
+        """Like `Destination.offer`: the followers hear of it after the update."""
         self._offered = transport, dict(options)
 
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
@@ -320,7 +319,7 @@ class GroupUpdateMemory(UpdateMemory, OfferTaker):
         return self._taker.skips(start, end)
 
     def unread(self) -> int:
-        """Like `OfferTaker.unread`. No event comes: other processes read."""
+        """Like `Destination.unread`. No event comes: other processes read."""
         before = len(self._left)
         while self._left and self._updates.is_read(self._left[0]):
             self._left.popleft()

@@ -269,15 +269,14 @@ def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
     token_ids = token_array(partial.get("token_ids", ()), "continue_from.token_ids")
     unknown = np.full(len(token_ids), np.nan, np.float32)
     runs, drawn = partial.get("versions", [(-1, len(token_ids))]), partial.get("drawn_logprobs")
+    marks: dict[str, Any] = {name: [tuple(mark) for mark in partial.get(name, ())] for name in MARKS}
     return Completion(
         index=0,
         token_ids=token_ids,
         logprobs=np.asarray(partial.get("logprobs", unknown), np.float32),
         raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
         versions=[(version, count) for version, count in runs],
-        recomputed=[(position, version) for position, version in partial.get("recomputed", ())],
-        kv_versions=[(position, version, tokens) for position, version, tokens in partial.get("kv_versions", ())],
-        adapter_versions=[(position, version) for position, version in partial.get("adapter_versions", ())],
+        **marks,
         forced=list(partial.get("forced", ())),
         drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
         routing=None if partial.get("routing") is None else np.asarray(partial["routing"]),

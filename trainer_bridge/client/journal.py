@@ -143,21 +143,16 @@ class Journal(ProcessBound):
     def begin(self, request_id: str, mark: str, seed: int, started_unix_s: float, fields: dict[str, Any]) -> None:
         """Record a request."""
         header = {"mark": mark, "seed": seed, "started_unix_s": started_unix_s, "fields": fields}
-        span = self._append("request", request_id, header, sync=self._fsync == "always")
-        self._ids[request_id] = _Index([span])
+        self._append("request", request_id, header)
 
     def sent(self, request_id: str, endpoint: str, leg_id: str) -> None:
         """Record that a worker was asked for all of a request, or for a part."""
-        header = {"endpoint": endpoint, "leg": leg_id}
-        span = self._append("leg", request_id, header, sync=self._fsync == "always")
-        self._ids[request_id].spans.append(span)
+        self._append("leg", request_id, {"endpoint": endpoint, "leg": leg_id})
 
     def add(self, request_id: str, chunk: Chunk) -> None:
         """Record new tokens."""
         header = {name: getattr(chunk.part, name) for name in chunk.part.__dataclass_fields__}
-        header |= {"offset": chunk.offset, **chunk.score_fields()}
-        span = self._append("chunk", request_id, header, sync=self._fsync == "always")
-        self._ids[request_id].spans.append(span)
+        self._append("chunk", request_id, header | {"offset": chunk.offset, **chunk.score_fields()})
 
     def finish(self, request_id: str, result: GenerateResult) -> None:
         """Record the result: all of the request has arrived."""
@@ -166,16 +161,13 @@ class Journal(ProcessBound):
         header |= result.score_fields()
         header["timing"] = asdict(result.timing)
         header["texts"] = [completion.text for completion in result.completions]
-        span = self._append("result", request_id, header, sync=self._fsync != "never")
-        self._ids[request_id].spans.append(span)
-        self._ids[request_id].finished = True
+        self._append("result", request_id, header)
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
         for request_id in ids:
             if request_id in self._ids:
-                self._append("forget", request_id, {}, sync=self._fsync == "always")
-                del self._ids[request_id]
+                self._append("forget", request_id, {})
         self._compact_if_due()
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -212,21 +204,19 @@ class Journal(ProcessBound):
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def _append(self, kind: str, request_id: str, header: dict[str, Any], *, sync: bool) -> tuple[int, int]:
-        """Write a record; returns its offset and its bytes."""
+    def _append(self, kind: str, request_id: str, header: dict[str, Any]) -> None:
+        """Write a record, and wait for the disk as `journal_fsync` says."""
         payload = msgpack.packb([kind, request_id, *wire.encode(header)], use_bin_type=True)
         head = _HEAD.pack(len(payload), zlib.crc32(payload))
         record = head + _CHECK.pack(zlib.crc32(head)) + payload
         try:
             _write_all(self._fd, record)
-            if sync:
+            if self._fsync == "always" or (self._fsync == "results" and kind == "result"):
                 self._sync(self._fd)
         except OSError as error:
             self._drop_torn()
             raise JournalFailed(f"the journal {self.path} cannot be written: {error}") from error
-        span = (self._end, len(record))
-        self._end += len(record)
-        return span
+        self._note(kind, request_id, len(record))
 
     def _drop_torn(self) -> None:
         """Cut off the rest of a failed write, so that later records can be read."""
@@ -266,6 +256,7 @@ class Journal(ProcessBound):
                 self._note(parsed[0], parsed[1], len(record))
 
     def _note(self, kind: str, request_id: str, size: int) -> None:
+        """Keep the place of the record at the end of the file."""
         if kind == "request":
             self._ids[request_id] = _Index()
         if kind == "forget":

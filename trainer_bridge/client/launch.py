@@ -21,6 +21,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -228,10 +229,7 @@ class WorkerProcess(ProcessBound):
                 raise WorkerFailed(f"the worker ended with status {self._process.returncode}\n{self.log_tail()}")
             if time.monotonic() >= deadline:
                 raise WorkerFailed(f"the worker was not ready after {timeout_s} s\n{self.log_tail()}")
-            try:
-                self._process.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                pass
+            self._wait(_POLL_S)
 
     def _read_ready(self) -> dict[str, Any] | None:
         try:
@@ -275,17 +273,12 @@ class WorkerProcess(ProcessBound):
 
     def _ask(self, mode: Literal["drain", "now"], timeout_s: float) -> None:
         client = RolloutClient(self.endpoint, timeout_s=timeout_s, connect_timeout_s=timeout_s, curve=self._curve)
-        with client:
-            try:
-                client.shutdown(mode)
-            except RolloutError:
-                pass  # it does not answer: terminated instead
+        with client, suppress(RolloutError):  # one that does not answer is terminated
+            client.shutdown(mode)
 
     def _wait(self, timeout_s: float) -> None:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
 
     def kill(self) -> int:
         """Kill the worker and remove its temporary folder; returns the exit status."""

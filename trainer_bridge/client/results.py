@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_bridge.wire.columns import COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS
+from trainer_bridge.wire.columns import COLUMNS, MARKS, TOKEN_COLUMNS, TOP_COLUMNS
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.finish_reasons import FINISH_REASONS, FinishReason
 from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS, PromptScores, PromptTops
@@ -211,9 +211,7 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         worker=header.get("worker"),
         metadata=header.get("metadata"),
         media=[str(each) for each in header.get("media") or ()],
-        prompt_token_ids=None
-        if header.get("prompt_token_ids") is None
-        else _array(header, "prompt_token_ids", np.int32),
+        prompt_token_ids=_optional(header, "prompt_token_ids", np.int32),
         **_prompt_scores(header).scores(),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
@@ -253,12 +251,9 @@ def _prompt_scores(header: Mapping[str, Any]) -> PromptScores:
     version = header.get("prompt_version")
     if version is not None and type(version) is not int:
         raise ProtocolError(f"the field 'prompt_version' of a reply is {version!r:.40}, not an integer")
-    given = header.get("prompt_logprobs") is not None
-    logprobs = _array(header, "prompt_logprobs", np.float32) if given else None
-    chosen, entropy = (
-        None if header.get(name) is None else _array(header, name, np.float32, dims)
-        for name, dims in (("prompt_chosen_logprobs", 2), ("prompt_entropy", 1))
-    )
+    logprobs = _optional(header, "prompt_logprobs", np.float32)
+    chosen = _optional(header, "prompt_chosen_logprobs", np.float32, 2)
+    entropy = _optional(header, "prompt_entropy", np.float32)
     for name, rows in (("prompt_chosen_logprobs", chosen), ("prompt_entropy", entropy)):
         if rows is not None and (logprobs is None or len(rows) != len(logprobs)):
             raise ProtocolError(f"the field {name!r} of a reply does not have as many rows as prompt_logprobs")
@@ -296,9 +291,9 @@ def read_completion(fields: Any) -> Completion:
     reason = fields.get("finish_reason")
     if reason is not None and reason not in FINISH_REASONS:
         raise ProtocolError(f"a reply has the unknown finish_reason {reason!r:.40}")
-    if fields.get("drawn_logprobs") is not None:
-        columns["drawn_logprobs"] = _array(fields, "drawn_logprobs", np.float32)
+    columns["drawn_logprobs"] = _optional(fields, "drawn_logprobs", np.float32)
     columns |= zip(TOP_COLUMNS, _tops(fields), strict=True)
+    columns |= {name: _marks(fields, name) for name in MARKS}
     completion = Completion(
         index=_required(fields, "index", int),
         **columns,
@@ -309,9 +304,6 @@ def read_completion(fields: Any) -> Completion:
         seed=fields.get("seed"),
         routing=_routing(fields, tokens),
         error=fields.get("error"),
-        recomputed=[(position, version) for position, version in _marks(fields, "recomputed")],
-        kv_versions=[(position, version, n) for position, version, n in _marks(fields, "kv_versions", "tokens")],
-        adapter_versions=[(position, version) for position, version in _marks(fields, "adapter_versions")],
         forced=_positions(fields, "forced"),
     )
     for name in COLUMNS:
@@ -348,6 +340,10 @@ def _routing(fields: Mapping[str, Any], tokens: int) -> np.ndarray | None:
     return routing.copy()
 
 
+def _optional(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> np.ndarray | None:
+    return None if fields.get(name) is None else _array(fields, name, dtype, dims)
+
+
 def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> np.ndarray:
     value = fields.get(name)
     if type(value) is np.ndarray and value.dtype == dtype and value.ndim == dims:
@@ -364,12 +360,12 @@ def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> 
     return array.astype(dtype)
 
 
-def _marks(fields: Mapping[str, Any], name: str, *more: str) -> list[list[int]]:
-    marks, names = fields.get(name) or [], ("position", "version", *more)
+def _marks(fields: Mapping[str, Any], name: str) -> list[tuple[int, ...]]:
+    marks, names = fields.get(name) or [], MARKS[name]
     for mark in marks if isinstance(marks, list) else [marks]:
         if not isinstance(mark, list) or [type(number) for number in mark] != [int] * len(names):
             raise ProtocolError(f"the entry {mark!r:.40} of {name!r} in a reply is not [{', '.join(names)}]")
-    return marks
+    return [tuple(mark) for mark in marks]
 
 
 def _positions(fields: Mapping[str, Any], name: str) -> list[int]:

@@ -30,7 +30,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -339,13 +339,6 @@ class WeightPublisher(Closing):
             if _refused(problem):
                 self._kept.refused(endpoint)
 
-    def _gather(self, payload: Payload, handle: PublishHandle) -> None:
-        """Collect the tables of the other ranks' parts."""
-        if self.ranks is None or payload.shards is None:
-            return
-        self.ranks.exchange(payload.shards, handle.version, payload.device)
-        payload.on_release = self.ranks.release
-
     def _tell_ranks(self, handle: PublishHandle) -> None:
         if self.ranks is not None and self.ranks.rank == 0:
             with contextlib.suppress(RolloutError):  # the ranks and their group are gone
@@ -355,7 +348,9 @@ class WeightPublisher(Closing):
         recipients = [Recipient(endpoint) for endpoint in endpoints]
         handle.phase = "prepare"
         self._check_open(handle)
-        self._gather(payload, handle)
+        if self.ranks is not None and payload.shards is not None:
+            self.ranks.exchange(payload.shards, handle.version, payload.device)
+            payload.on_release = self.ranks.release
         deltas = self._deltas if payload.adapter is None and not payload.again else None
         if deltas is None:
             self._cut(payload, recipients)
@@ -406,18 +401,8 @@ class WeightPublisher(Closing):
             self._check_open(handle)
             handle.phase = "commit"
             whole = [recipient for recipient in recipients if not recipient.error]
-            asked = self._ask(
-                recipients,
-                lambda recipient: {
-                    "action": "commit",
-                    "token": recipient.token.hex(),
-                    "options": recipient.options,
-                },
-                "commit",
-                self._apply_s,
-                meanwhile=self._give_way(payload, recipients),
-            )
-            for recipient, reply in asked:
+            give_way = self._give_way(payload, recipients)
+            for recipient, reply in self._ask(recipients, _commit, "commit", self._apply_s, meanwhile=give_way):
                 handle.report(recipient, reply)
             handle.refused = bool(whole) and all(_refused(recipient.error) for recipient in whole)
         finally:
@@ -437,11 +422,7 @@ class WeightPublisher(Closing):
 
     def _still_there(self, recipients: list[Recipient]) -> list[Recipient]:
         """The recipients of a broken group that still answer; they drop the update and can begin again."""
-        messages = [
-            (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
-            for recipient in recipients
-        ]
-        answers = ask_all(messages, "abort", _STILL_THERE_S, self.closing)
+        answers = ask_all(self._aborts(recipients), "abort", _STILL_THERE_S, self.closing)
         alive = []
         for recipient, answer in zip(recipients, answers, strict=True):
             if not isinstance(answer, UNANSWERED):
@@ -506,14 +487,8 @@ class WeightPublisher(Closing):
     ) -> list[tuple[Recipient, dict[str, Any]]]:
         """Ask the recipients that have not failed; return the successful replies."""
         asked = [(recipient, self._links[recipient.endpoint]) for recipient in recipients if not recipient.error]
-        answers = ask_all(
-            [(link, message(recipient)) for recipient, link in asked],
-            phase,
-            timeout_s,
-            self.closing,
-            grace_s,
-            meanwhile,
-        )
+        questions = [(link, message(recipient)) for recipient, link in asked]
+        answers = ask_all(questions, phase, timeout_s, self.closing, grace_s, meanwhile)
         replies = []
         for (recipient, link), answer in zip(asked, answers, strict=True):
             recipient.weight_socket = link.weight_socket
@@ -549,19 +524,22 @@ class WeightPublisher(Closing):
 
     def _abort(self, recipients: list[Recipient], handle: PublishHandle) -> None:
         """Abort the update at workers that began but did not apply it; a worker that is not reached has a deadline."""
-        left = [
-            (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
-            for recipient in recipients
-            if recipient.token and recipient.endpoint not in handle.reports
-        ]
+        left = [each for each in recipients if each.token and each.endpoint not in handle.reports]
         if left:
-            ask_all(left, "abort", self.abort_s, threading.Event())
+            ask_all(self._aborts(left), "abort", self.abort_s, threading.Event())
+
+    def _aborts(self, recipients: Iterable[Recipient]) -> list[tuple[ControlLink, dict[str, Any]]]:
+        return [(self._links[each.endpoint], {"action": "abort", "token": each.token.hex()}) for each in recipients]
 
     def _check_open(self, handle: PublishHandle) -> None:
         if self.closing.is_set():
             raise RolloutError(
                 f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
             )
+
+
+def _commit(recipient: Recipient) -> dict[str, Any]:
+    return {"action": "commit", "token": recipient.token.hex(), "options": recipient.options}
 
 
 def _refused(error: RolloutError | None) -> bool:

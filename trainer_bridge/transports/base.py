@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.wire.errors import ConnectionLost, RolloutError
+from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError
 from trainer_bridge.wire.manifest import Manifest
 
 
@@ -49,27 +49,22 @@ class Destination(ABC):
         Returns the bytes to verify, preferably the copy at the destination: another GPU's memory is slower to read.
         """
 
+    def offer(self, transport: str, options: Mapping[str, Any]) -> None:  # noqa: B027
+        """Note memory of the publisher, by the options of `begin`: other ranks may read their buckets there."""
 
-class OfferTaker(ABC):
-    """A destination whose ranks may read the publisher's memory themselves, each its own buckets."""
-
-    @abstractmethod
-    def offer(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Note memory of the publisher that the ranks may read, by the options of `begin`."""
-
-    @abstractmethod
     def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
         """Have the ranks that keep some of these bytes read them from the offered memory.
 
         False if this process is to take them, for all ranks or for itself.
         """
+        return False
 
-    @abstractmethod
     def unread(self) -> int:
         """How many of the buckets and pieces for ranks to read, in the order in which they came, are not verified yet.
 
         May wait a moment. Raises `RolloutError` for damage.
         """
+        return 0
 
 
 #: Takes bytes (uint8) at a place of the stream. Returns the event after which they are read, or None if they are.
@@ -121,20 +116,6 @@ class IncomingUpdate:
         self.arrived_bytes += nbytes
         self.last_data_s = time.monotonic()
 
-    def offer(self, options: Mapping[str, Any]) -> None:
-        """Offer memory of the publisher to the other ranks, if there are any."""
-        if isinstance(self.destination, OfferTaker):
-            self.destination.offer(self.transport, options)
-
-    def leave_to_owner(self, index: int, start: int, end: int, check: int) -> bool:
-        """Leave a bucket or a piece to other ranks, if these read what was offered."""
-        taker = self.destination
-        return isinstance(taker, OfferTaker) and taker.leave_to_owner(index, start, end, check)
-
-    def unread(self) -> int:
-        """Like `OfferTaker.unread`."""
-        return self.destination.unread() if isinstance(self.destination, OfferTaker) else 0
-
     def summary(self) -> dict[str, Any]:
         """The update as `status` reports it."""
         return {
@@ -143,6 +124,13 @@ class IncomingUpdate:
             "arrived_bytes": self.arrived_bytes,
             "total_bytes": self.manifest.total_bytes,
         }
+
+
+def check_options(transport: str, options: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Raise `BadRequest` unless these are exactly the options of a message, with values of these types."""
+    if {name: type(value) for name, value in options.items()} != dict(kinds):
+        known = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
+        raise BadRequest(f"transport {transport} takes the options {known or 'none'}", field="options")
 
 
 class TransportReceiver(ABC):

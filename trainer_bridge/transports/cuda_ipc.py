@@ -37,6 +37,7 @@ from trainer_bridge.transports.base import (
     Recipient,
     TransferRules,
     TransportSender,
+    check_options,
 )
 from trainer_bridge.transports.bucket_link import send_buckets
 from trainer_bridge.transports.fingerprint import fingerprint
@@ -250,7 +251,7 @@ class CudaIpcReceiver(SharedReceiver):
                 self._slots.append(self._memory.open(handle, slot_bytes))
         except OSError as error:
             raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
-        incoming.offer(options)
+        incoming.destination.offer(self.name, options)
         return self._buckets.expect(incoming, self, len(self._slots))
 
     def close(self) -> None:
@@ -319,8 +320,7 @@ def _check_bucket(index: int, found: int, check: int) -> None:
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[list[bytes], int]:
-    if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
-        raise BadRequest(f"transport cuda_ipc takes the options {', '.join(_OPTIONS)}", field="options")
+    check_options("cuda_ipc", options, _OPTIONS)
     handles = options["handles"]
     if not 1 <= len(handles) <= _MAX_SLOTS or any(type(handle) is not str for handle in handles):
         raise BadRequest("handles must be a few strings", field="options.handles")

@@ -46,6 +46,7 @@ from trainer_bridge.transports.base import (
     TransferRules,
     TransportReceiver,
     TransportSender,
+    check_options,
 )
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
@@ -62,6 +63,7 @@ _MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
 _SPARE_HEADER_BYTES = 1 << 20  # space for a file's metadata
 _ENTRY_HEADER_BYTES = 4096  # space for one tensor's entry, its name included
 _MOST_PIECE_BYTES = 64 << 20
+_OPTIONS = {"folder": str, "files": list, "piece_bytes": int}
 #: Bytes of a piece: few enough that a rank reads little besides its part of a tensor.
 DEFAULT_PIECE_BYTES = 1 << 20
 
@@ -93,16 +95,15 @@ class DiskReceiver(TransportReceiver):
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the folder. Reading starts at once, before `commit`."""
-        if set(options) != {"folder", "files", "piece_bytes"}:
-            raise BadRequest("transport disk takes the options folder, files and piece_bytes", field="options")
+        check_options(self.name, options, _OPTIONS)
         piece_bytes = options["piece_bytes"]
-        if type(piece_bytes) is not int or not 1 <= piece_bytes <= _MOST_PIECE_BYTES:
-            raise BadRequest(f"piece_bytes must be at most {_MOST_PIECE_BYTES}", field="options.piece_bytes")
+        if not 1 <= piece_bytes <= _MOST_PIECE_BYTES:
+            raise BadRequest(f"piece_bytes must be 1 to {_MOST_PIECE_BYTES}", field="options.piece_bytes")
         notes = _read_notes(options["files"])
         self._folder = _open_folder(options["folder"])
         self._todo, self._piece_bytes = notes, piece_bytes
         self._entries = {entry.name: entry for entry in incoming.manifest.tensors}
-        incoming.offer(options)
+        incoming.destination.offer(self.name, options)
         return {}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
@@ -122,9 +123,8 @@ class DiskReceiver(TransportReceiver):
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that the files held every tensor."""
-        if options:
-            raise BadRequest("commit takes no options with transport disk", field="options")
-        if self._file is not None or self._todo or incoming.unread():
+        check_options(self.name, options, {})
+        if self._file is not None or self._todo or incoming.destination.unread():
             return False
         if self._entries:
             raise WeightsRejected(f"the files hold no {', '.join(list(self._entries)[:8])}; write every tensor")
@@ -167,7 +167,7 @@ class _OpenFile:
         place, self._place = self._place, self._place + end - start
         self._pieces_read += 1
         check = self._note.checksums[self._pieces_read]
-        if incoming.leave_to_owner(self._note.offset + place, start, end, check):
+        if incoming.destination.leave_to_owner(self._note.offset + place, start, end, check):
             incoming.note(end - start)
             return
         _read_at(self._fd, self._note, place, memoryview(incoming.memory(start, end)), check)  # type: ignore[arg-type]
@@ -267,8 +267,8 @@ class OpenFolder:
         self._folder = -1
 
 
-def _open_folder(folder: Any) -> int:
-    if type(folder) is not str or not os.path.isabs(folder) or "\0" in folder:
+def _open_folder(folder: str) -> int:
+    if not os.path.isabs(folder) or "\0" in folder:
         raise BadRequest("the folder must be an absolute path", field="options.folder")
     try:
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -313,9 +313,9 @@ def _bad_file(note: _FileNote, what: str) -> WeightsRejected:
     return WeightsRejected(f"{note.name} {what}", field="options.files")
 
 
-def _read_notes(files: Any) -> list[_FileNote]:
+def _read_notes(files: list[Any]) -> list[_FileNote]:
     wrong = BadRequest("files must be a list of [name, bytes, checksums]", field="options.files")
-    if type(files) is not list or not 1 <= len(files) <= _MAX_FILES:
+    if not 1 <= len(files) <= _MAX_FILES:
         raise wrong
     notes, offset = [], 0
     for item in files:

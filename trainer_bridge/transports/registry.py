@@ -3,23 +3,21 @@
 A transport is one entry in `TRANSPORTS`. Publishers and workers take names from here alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trainer_bridge.transports.base import OfferedMemory, TransportReceiver, TransportSender
+from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver, CudaIpcSender, IpcMemory, OpenSlots
 from trainer_bridge.transports.disk import DiskReceiver, DiskSender, OpenFolder
+from trainer_bridge.transports.fingerprint import prepare_fingerprints
+from trainer_bridge.transports.nccl.transport import NcclReceiver, NcclSender
 from trainer_bridge.transports.shm import OpenSegment, ShmReceiver, ShmSender
+from trainer_bridge.transports.torch_group.broadcast_transport import TorchGroupReceiver
 from trainer_bridge.transports.zmq_stream import BucketSocket, ZmqReceiver, ZmqSender
-from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
-
-if TYPE_CHECKING:
-    from trainer_bridge.transports.cuda_ipc import IpcMemory
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,6 @@ def _disk_sender(publisher: PublisherSetup) -> TransportSender:
 def _cuda_ipc_receiver(worker: WorkerSetup) -> TransportReceiver | None:
     if worker.device.type != "cuda":
         return None
-    from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
-    from trainer_bridge.transports.fingerprint import prepare_fingerprints
-
     prepare_fingerprints(worker.device)
     try:
         return CudaIpcReceiver(worker.buckets, CudaIpcMemory(worker.device))
@@ -78,40 +73,12 @@ def _cuda_ipc_receiver(worker: WorkerSetup) -> TransportReceiver | None:
         return None
 
 
-def _cuda_ipc_sender(publisher: PublisherSetup) -> TransportSender:
-    from trainer_bridge.transports.cuda_ipc import CudaIpcSender
-
-    return CudaIpcSender(publisher.curve)
-
-
-def _open_slots(options: Mapping[str, Any], device: torch.device, memory: IpcMemory | None) -> OfferedMemory:
-    from trainer_bridge.transports.cuda_ipc import OpenSlots
-
-    return OpenSlots(options, device, memory)
-
-
 def _nccl_receiver(worker: WorkerSetup) -> TransportReceiver | None:
-    if not worker.groups or not torch.distributed.is_available():
-        return None
-    from trainer_bridge.transports.nccl.transport import NcclReceiver
-
-    return NcclReceiver(worker.device, worker.idle_s, worker.wake)
-
-
-def _nccl_sender(publisher: PublisherSetup) -> TransportSender:
-    if not torch.distributed.is_available():
-        raise RolloutError("transport 'nccl' needs torch.distributed, which this torch lacks; use auto or zmq")
-    from trainer_bridge.transports.nccl.transport import NcclSender
-
-    return NcclSender(publisher.endpoints)
+    return NcclReceiver(worker.device, worker.idle_s, worker.wake) if worker.groups else None
 
 
 def _torch_group_receiver(worker: WorkerSetup) -> TransportReceiver | None:
-    if not worker.groups or not torch.distributed.is_available():
-        return None
-    from trainer_bridge.transports.torch_group.broadcast_transport import TorchGroupReceiver
-
-    return TorchGroupReceiver(worker.device, worker.idle_s, worker.wake)
+    return TorchGroupReceiver(worker.device, worker.idle_s, worker.wake) if worker.groups else None
 
 
 def _torch_group_sender(publisher: PublisherSetup) -> TransportSender:
@@ -133,8 +100,16 @@ TRANSPORTS: dict[str, Transport] = {
         offered=lambda options, device, memory: OpenFolder(options, device),
         in_files=True,
     ),
-    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, auto=1, gpu_to_gpu=True, offered=_open_slots),
-    "nccl": Transport(_nccl_receiver, _nccl_sender, auto=2, gpu_to_gpu=True, in_group=True),
+    "cuda_ipc": Transport(
+        _cuda_ipc_receiver,
+        lambda publisher: CudaIpcSender(publisher.curve),
+        auto=1,
+        gpu_to_gpu=True,
+        offered=OpenSlots,
+    ),
+    "nccl": Transport(
+        _nccl_receiver, lambda publisher: NcclSender(publisher.endpoints), auto=2, gpu_to_gpu=True, in_group=True
+    ),
     "torch_group": Transport(_torch_group_receiver, _torch_group_sender),
 }
 

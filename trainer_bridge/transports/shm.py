@@ -35,6 +35,7 @@ from trainer_bridge.transports.base import (
     Recipient,
     TransferRules,
     TransportSender,
+    check_options,
 )
 from trainer_bridge.transports.bucket_link import pack_on_host, send_buckets
 from trainer_bridge.transports.payload import Payload
@@ -72,8 +73,7 @@ class ShmReceiver(SharedReceiver):
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the segment. Raises `BadRequest` with the field `options` when it cannot be the publisher's."""
-        if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
-            raise BadRequest(f"transport shm takes the options {', '.join(_OPTIONS)}", field="options")
+        check_options(self.name, options, _OPTIONS)
         slots, slot_bytes = options["slots"], options["slot_bytes"]
         first, end = incoming.manifest.bucket_span(0) if incoming.manifest.bucket_count else (0, 0)
         fits = 1 <= slots <= _MAX_SLOTS and end - first <= slot_bytes <= MAX_BUCKET_BYTES
@@ -82,7 +82,7 @@ class ShmReceiver(SharedReceiver):
         if not boot_id() or options["boot_id"] != boot_id():
             raise _elsewhere("the publisher runs on another machine")
         self._segment = OpenSegment(options)
-        incoming.offer(options)
+        incoming.destination.offer(self.name, options)
         return self._buckets.expect(incoming, self, slots)
 
     def close(self) -> None:

@@ -27,7 +27,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import (
+    IncomingUpdate,
+    Recipient,
+    TransferRules,
+    TransportReceiver,
+    TransportSender,
+    check_options,
+)
 from trainer_bridge.transports.bucket_link import (
     ACK,
     ACK_MAGIC,
@@ -41,7 +48,7 @@ from trainer_bridge.transports.bucket_link import (
     send_buckets,
 )
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import checksum, checksums_digest
 
@@ -88,8 +95,7 @@ class ZmqReceiver(TransportReceiver):
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Expect the buckets of an update; the grant says where to send them and how many at once."""
-        if options:
-            raise BadRequest(f"transport zmq takes no options, not {', '.join(sorted(options))}", field="options")
+        check_options(self.name, options, {})
         return self.expect(incoming, None, self._window)
 
     def expect(self, incoming: IncomingUpdate, shared: SharedReceiver | None, window: int) -> dict[str, Any]:
@@ -250,14 +256,14 @@ class SharedReceiver(TransportReceiver):
 
     def leave(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Leave a bucket to the rank that keeps it, if that reads the publisher's memory."""
-        left = incoming.leave_to_owner(index, *incoming.manifest.bucket_span(index), check)
+        left = incoming.destination.leave_to_owner(index, *incoming.manifest.bucket_span(index), check)
         if left:
             self._left.append(index)
         return left
 
     def complete(self, incoming: IncomingUpdate, taken: Sequence[int]) -> int:
         """How many of the buckets that were taken, from the first one on, are copied and verified."""
-        unread = incoming.unread()
+        unread = incoming.destination.unread()
         while len(self._left) > unread:
             start, end = incoming.manifest.bucket_span(self._left.popleft())
             incoming.note(end - start)

@@ -10,5 +10,8 @@ TOP_COLUMNS = {"top_ids": np.int32, "top_logprobs": np.float32}
 COLUMNS = {**TOKEN_COLUMNS, "drawn_logprobs": np.float32, **TOP_COLUMNS}
 #: The value of unknown entries.
 UNKNOWN = {"top_ids": -1, "top_logprobs": np.nan}
-#: Lists of tuples that begin with a position.
-MARKS = ("recomputed", "kv_versions", "adapter_versions")
+#: Lists of tuples, and the numbers in each.
+MARKS = {
+    **dict.fromkeys(("recomputed", "adapter_versions"), ("position", "version")),
+    "kv_versions": ("position", "version", "tokens"),
+}

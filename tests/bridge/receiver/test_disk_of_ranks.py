@@ -16,7 +16,7 @@ from rollout.weights.update_memory import UpdateMemory
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from tests.support.bridge.tensor_group import GroupWorker
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.base import OfferedMemory, OfferTaker
+from trainer_bridge.transports.base import OfferedMemory
 from trainer_bridge.transports.disk import DiskSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.registry import TRANSPORTS
@@ -197,7 +197,6 @@ def offered(worker: GroupWorker, folder: Path) -> tuple[UpdateMemory, Iterator[t
     options = DiskSender(str(folder), piece_bytes=PIECE).prepare(payload)
     fit = ParameterMap(worker.shards[0].views).check(payload.manifest)
     memory = worker.memories.open(payload.manifest, fit, False)
-    assert isinstance(memory, OfferTaker)
     memory.offer("disk", options)
     wait_for(memory.wait_for_room, "the ranks")
     name, _, checks = options["files"][0]
@@ -215,7 +214,7 @@ def offered(worker: GroupWorker, folder: Path) -> tuple[UpdateMemory, Iterator[t
 def test_a_piece_that_a_rank_finds_damaged_is_never_read(tmp_path: Path, followers: Followers, apply: str) -> None:
     with GroupWorker(2, apply=apply) as worker:
         memory, pieces = offered(worker, tmp_path)
-        assert isinstance(memory, OfferTaker) and not memory.dirty
+        assert not memory.dirty
         followers.damages = True
         with pytest.raises(WeightsRejected, match="rank 1: .*is damaged"):
             for piece in pieces:
@@ -229,7 +228,6 @@ def test_few_pieces_are_read_ahead(tmp_path: Path, followers: Followers) -> None
     """Those that are left when an update is dropped keep the next one waiting."""
     with GroupWorker(2) as worker:
         memory, pieces = offered(worker, tmp_path)
-        assert isinstance(memory, OfferTaker)
         followers.goes_on.clear()
         followers.reads.clear()
         first = next(pieces)

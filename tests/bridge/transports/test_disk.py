@@ -278,7 +278,7 @@ def test_only_regular_files_inside_the_folder_are_opened(worker: Worker, tmp_pat
     [
         ({"folder": "relative"}, "absolute"),
         ({"folder": "/nowhere/at/all"}, "cannot open"),
-        ({"folder": 3}, "absolute"),
+        ({"folder": 3}, "folder (str)"),
         ({"files": []}, "list of"),
         ({"files": [["a.safetensors", -1.5, 0]]}, "list of"),
         ({"files": [["a.safetensors", 1, 0]]}, "list of"),
@@ -288,7 +288,7 @@ def test_only_regular_files_inside_the_folder_are_opened(worker: Worker, tmp_pat
         ({"files": [["a.safetensors", 1, [0]]] * 2}, "twice"),
         ({"piece_bytes": 0}, "piece_bytes must be"),
         ({"piece_bytes": 1 << 40}, "piece_bytes must be"),
-        ({"piece_bytes": "64"}, "piece_bytes must be"),
+        ({"piece_bytes": "64"}, "piece_bytes (int)"),
         ({"piece_bytes": 16}, "checksums"),
         ({"extra": 1}, "takes the options"),
     ],

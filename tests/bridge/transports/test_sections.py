@@ -25,7 +25,7 @@ from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import checkered, nightly, squared
 from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.base import IncomingUpdate, OfferedMemory, OfferTaker
+from trainer_bridge.transports.base import IncomingUpdate, OfferedMemory
 from trainer_bridge.transports.cut import Cut
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.registry import TRANSPORTS
@@ -212,7 +212,7 @@ def test_from_the_second_update_on_each_rank_gets_its_parts(
             assert worker.serve(tensors)
 
 
-class Reading(RankUpdateMemory, OfferTaker):
+class Reading(RankUpdateMemory):
     """Leaves buckets with odd numbers to another rank, which has read the first `read` of them."""
 
     left, read = 0, 0

@@ -40,6 +40,7 @@ from trainer_bridge.transports.base import (
     TransferRules,
     TransportReceiver,
     TransportSender,
+    check_options,
 )
 from trainer_bridge.transports.fingerprint import fingerprints_digest
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
@@ -149,8 +150,7 @@ class NcclReceiver(TransportReceiver):
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
-    if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
-        raise BadRequest(f"transport nccl takes the options {', '.join(_OPTIONS)}", field="options")
+    check_options("nccl", options, _OPTIONS)
     hosts, port = options["hosts"], options["port"]
     if not 1 <= len(hosts) <= _MAX_HOSTS or any(type(host) is not str or not 1 <= len(host) <= 255 for host in hosts):
         raise BadRequest("hosts must be a few addresses of the publisher", field="options.hosts")

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
+from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver, check_options
 from trainer_bridge.transports.nccl.group import END_S
 from trainer_bridge.transports.torch_group.group_member import GroupMember, Meeting, Task
 from trainer_bridge.wire.errors import BadRequest, NotFound, RolloutError, Unavailable, WeightsRejected
@@ -128,8 +128,7 @@ class TorchGroupReceiver(TransportReceiver):
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check that the update consists of the gathered tensors. Raises `BadRequest` and `WeightsRejected`."""
-        if options:
-            raise BadRequest("transport torch_group takes no options", field="options")
+        check_options(self.name, options, {})
         wanted = [(entry.name, entry.dtype, entry.shape) for entry in incoming.manifest.tensors]
         if wanted != [(entry.name, entry.dtype, entry.shape) for entry in self._entries] or self._gathering:
             raise WeightsRejected("the manifest differs from the gathered tensors; gather them again")
@@ -158,8 +157,7 @@ class TorchGroupReceiver(TransportReceiver):
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """True when every gathered tensor is copied."""
-        if options:
-            raise BadRequest("transport torch_group takes no options", field="options")
+        check_options(self.name, options, {})
         if len(self._data) != len(incoming.manifest.tensors):
             raise WeightsRejected("the gathered tensors were dropped")
         return self._at[0] == len(self._data)
