@@ -10,9 +10,9 @@ touches a socket must empty it: every send is followed by a read of all messages
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterable
 from contextlib import closing, suppress
-from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 import zmq
 
@@ -20,9 +20,9 @@ from trainer_bridge.client import calls
 from trainer_bridge.client.assembly import join_chunks
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
 from trainer_bridge.client.calls import Call
-from trainer_bridge.client.core import MAKE_CLIENTS
+from trainer_bridge.client.core import MAKE_CLIENTS, ClientCall
 from trainer_bridge.client.face import ClientFace, SessionView, StreamView
-from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, plan_request
+from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.process_bound import ProcessBound
 
@@ -31,38 +31,10 @@ _Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
 
-class AsyncRolloutClient(ClientFace):
-    """`RolloutClient` for the tasks of one event loop."""
-
-    # --- generate -----------------------------------------------------------------------------------------------------
-
-    @overload
-    def generate(
-        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
-    ) -> Answer[GenerateResult]: ...
-
-    @overload
-    def generate(
-        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
-    ) -> Answer[AsyncStream[Chunk]]: ...
-
-    @overload
-    def generate(
-        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
-    ) -> Answer[AsyncStream[Completion]]: ...
-
-    def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        stream: Literal[False, "tokens", "completions"] = False,
-        **fields: Unpack[GenerateFields],
-    ) -> Answer[Any]:
-        """Like `RolloutClient.generate`: `async for chunk in await client.generate(prompt, stream="tokens")`.
-
-        Cancelling the task cancels the request.
-        """
-        return Answer(self._generate(prompt, stream, fields))
+class AsyncRolloutClient(
+    ClientFace["Answer[GenerateResult]", "Answer[AsyncStream[Chunk]]", "Answer[AsyncStream[Completion]]"]
+):
+    """`RolloutClient` for the tasks of one event loop. Cancelling the task of `generate` cancels its request."""
 
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
@@ -73,31 +45,6 @@ class AsyncRolloutClient(ClientFace):
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> AsyncSession:
         """Like `RolloutClient.session`; use it with `async with`."""
         return AsyncSession(self, self._core.next_id() if name is None else name, lease_s)
-
-    # --- coming back --------------------------------------------------------------------------------------------------
-
-    @overload
-    async def attach(
-        self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]
-    ) -> GenerateResult: ...
-
-    @overload
-    async def attach(
-        self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]
-    ) -> AsyncStream[Chunk]: ...
-
-    @overload
-    async def attach(
-        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
-    ) -> AsyncStream[Completion]: ...
-
-    async def attach(
-        self, target: str, *, stream: Literal[False, "tokens", "completions"] = False, **fields: Unpack[AttachFields]
-    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
-        """Like `RolloutClient.attach`."""
-        self._bind()
-        call = self._core.attach(target, stream, fields)
-        return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
 
     def is_connected(self, endpoint: str) -> bool:
         """True if a worker is connected, or hung for less than three heartbeats."""
@@ -119,11 +66,12 @@ class AsyncRolloutClient(ClientFace):
         if self._owned:
             await self.close()
 
-    async def _generate(
-        self, prompt: Prompt | None, stream: Literal[False, "tokens", "completions"], fields: GenerateFields
-    ) -> GenerateResult | AsyncStream[Any]:
+    def _answer(self, begin: Callable[[], ClientCall], stream: StreamKind | Literal[False]) -> Any:
+        return Answer(self._answered(begin, stream))
+
+    async def _answered(self, begin: Callable[[], ClientCall], stream: StreamKind | Literal[False]) -> Any:
         self._bind()
-        call = self._core.generate(plan_request(prompt, fields, stream))
+        call = begin()
         return AsyncStream(self, call, stream) if stream else await self._run(calls.finish, call)
 
     # --- waiting ------------------------------------------------------------------------------------------------------
@@ -182,13 +130,13 @@ class AsyncRolloutClient(ClientFace):
 
 
 class Answer(ProcessBound, Coroutine[Any, Any, _Value]):
-    """The coroutine that `generate` returns. `async for` over it raises an error that names the missing `await`."""
+    """The coroutine of `generate` and `attach`. `async for` over it raises an error that names the missing `await`."""
 
     _instead = MAKE_CLIENTS
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
-        self.__name__, self.__qualname__ = "generate", "AsyncRolloutClient.generate"
+        self.__name__ = self.__qualname__ = "request"
 
     def __await__(self) -> Generator[Any, Any, _Value]:
         return self._coroutine.__await__()
@@ -208,7 +156,7 @@ class Answer(ProcessBound, Coroutine[Any, Any, _Value]):
     def __aiter__(self) -> NoReturn:
         self.close()
         raise TypeError(
-            "generate is a coroutine: await it before you iterate, as in "
+            "this is a coroutine: await it before you iterate, as in "
             "`async for chunk in await client.generate(prompt, stream='tokens'): ...`"
         )
 

@@ -11,17 +11,18 @@ A client belongs to one thread at a time; make one for each thread (a connection
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Generic, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import zmq
 
 from trainer_bridge.client import calls
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all
 from trainer_bridge.client.calls import Call
+from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.face import ClientFace, SessionView, StreamView
-from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, plan_request
+from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.process_bound import Closing
 
@@ -30,7 +31,7 @@ _Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
 
-class RolloutClient(ClientFace, Closing):
+class RolloutClient(ClientFace[GenerateResult, "Stream[Chunk]", "Stream[Completion]"], Closing):
     """Sends requests to workers. Not thread-safe.
 
     Args:
@@ -48,37 +49,6 @@ class RolloutClient(ClientFace, Closing):
         heartbeat_s: A worker that hangs is lost after at most four heartbeats.
     """
 
-    # --- generate -----------------------------------------------------------------------------------------------------
-
-    @overload
-    def generate(
-        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
-    ) -> GenerateResult: ...
-
-    @overload
-    def generate(
-        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
-    ) -> Stream[Chunk]: ...
-
-    @overload
-    def generate(
-        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
-    ) -> Stream[Completion]: ...
-
-    def generate(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        stream: Literal[False, "tokens", "completions"] = False,
-        **fields: Unpack[GenerateFields],
-    ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
-
-        With `stream` an iterator. An interrupted call cancels the request.
-        """
-        call = self._core.generate(plan_request(prompt, fields, stream))
-        return Stream(self, call, stream) if stream else self._run(calls.finish, call)
-
     def generate_as_completed(
         self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
     ) -> Generator[Settled, None, None]:
@@ -89,29 +59,8 @@ class RolloutClient(ClientFace, Closing):
         """A conversation whose KV stays for `lease_s` seconds after a turn; None: 300."""
         return Session(self, self._core.next_id() if name is None else name, lease_s)
 
-    # --- coming back --------------------------------------------------------------------------------------------------
-
-    @overload
-    def attach(
-        self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]
-    ) -> GenerateResult: ...
-
-    @overload
-    def attach(self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]) -> Stream[Chunk]: ...
-
-    @overload
-    def attach(
-        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
-    ) -> Stream[Completion]: ...
-
-    def attach(
-        self, target: str, *, stream: Literal[False, "tokens", "completions"] = False, **fields: Unpack[AttachFields]
-    ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """The result of an earlier request of this `client` name.
-
-        A stream goes on after `partials`. Interrupting the call does not cancel the request.
-        """
-        call = self._core.attach(target, stream, fields)
+    def _answer(self, begin: Callable[[], ClientCall], stream: StreamKind | Literal[False]) -> Any:
+        call = begin()
         return Stream(self, call, stream) if stream else self._run(calls.finish, call)
 
     def close(self) -> None:

@@ -4,12 +4,12 @@ import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import wraps
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
 from trainer_bridge.client import calls
 from trainer_bridge.client.calls import Call
 from trainer_bridge.client.core import MAKE_CLIENTS, ClientCall, ClientCore
-from trainer_bridge.client.generate_request import GenerateFields, StreamKind
+from trainer_bridge.client.generate_request import AttachFields, GenerateFields, Prompt, StreamKind, plan_request
 from trainer_bridge.client.journal import Fsync
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 from trainer_bridge.client.resume import ResumePolicy, ResumingCore
@@ -19,6 +19,9 @@ from trainer_bridge.wire.keys import ClientCurve
 _Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 _Made = TypeVar("_Made", covariant=True)
+_Answer = TypeVar("_Answer")
+_Chunks = TypeVar("_Chunks")
+_Completions = TypeVar("_Completions")
 
 
 class _Blocking(Protocol):
@@ -51,8 +54,11 @@ def _method(call: Call[_Params, _Value]) -> _Method[_Params, _Value]:
     return cast(_Method[_Params, _Value], method)
 
 
-class ClientFace(ProcessBound):
-    """The common methods of the clients. `RolloutClient` describes the arguments."""
+class ClientFace(ProcessBound, Generic[_Answer, _Chunks, _Completions]):
+    """The common methods of the clients. `RolloutClient` describes the arguments.
+
+    The types are what a request returns: without a stream, with a stream of chunks, and of whole completions.
+    """
 
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"endpoints", "_core"})
@@ -83,6 +89,58 @@ class ClientFace(ProcessBound):
 
     def _prepare_to_wait(self) -> None:
         """Prepare to wait. The constructor calls this after it has made the connections."""
+
+    def _answer(self, begin: Callable[[], ClientCall], stream: StreamKind | Literal[False]) -> Any:
+        """Begin a request, and return its result or its stream."""
+        raise NotImplementedError
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
+    ) -> _Answer: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
+    ) -> _Chunks: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
+    ) -> _Completions: ...
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[GenerateFields],
+    ) -> Any:
+        """The completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+
+        With `stream` an iterator. An interrupted call cancels the request.
+        """
+        return self._answer(lambda: self._core.generate(plan_request(prompt, fields, stream)), stream)
+
+    @overload
+    def attach(self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]) -> _Answer: ...
+
+    @overload
+    def attach(self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]) -> _Chunks: ...
+
+    @overload
+    def attach(
+        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
+    ) -> _Completions: ...
+
+    def attach(
+        self, target: str, *, stream: Literal[False, "tokens", "completions"] = False, **fields: Unpack[AttachFields]
+    ) -> Any:
+        """The result of an earlier request of this `client` name.
+
+        A stream goes on after `partials`. Interrupting the call does not cancel the request.
+        """
+        return self._answer(lambda: self._core.attach(target, stream, fields), stream)
 
     generate_many = _method(calls.generate_many)
     ack = _method(calls.ack)
@@ -136,7 +194,7 @@ class StreamView(ProcessBound):
     _instead = "read it in its process, and pass its chunks or its result"
     _readable_after_fork = frozenset({"id", "endpoint", "result", "partials", "_call"})
 
-    def __init__(self, client: ClientFace, call: ClientCall, kind: StreamKind) -> None:
+    def __init__(self, client: ClientFace[Any, Any, Any], call: ClientCall, kind: StreamKind) -> None:
         self._client = client
         self._call = call
         self._kind = kind
@@ -176,7 +234,7 @@ class SessionView(ProcessBound):
     _instead = MAKE_CLIENTS
     _readable_after_fork = frozenset({"id", "lease_s"})
 
-    def __init__(self, client: ClientFace, session_id: str, lease_s: float | None) -> None:
+    def __init__(self, client: ClientFace[Any, Any, Any], session_id: str, lease_s: float | None) -> None:
         self.id = session_id
         self.lease_s = lease_s
         self._client = client
