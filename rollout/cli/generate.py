@@ -16,7 +16,7 @@ from trainer_bridge.wire.sampling_rules import RULES
 
 
 class Inputs:
-    """Reads the values of a command's flags. Only one of them may be `-`, which is stdin."""
+    """Reads the values of a command's flags. Only one argument may be `-`, which is stdin."""
 
     def __init__(self) -> None:
         self._stdin_flag: str | None = None
@@ -50,7 +50,7 @@ class Inputs:
 
     def _stdin(self, flag: str) -> str:
         if self._stdin_flag is not None:
-            raise UsageError(f"{self._stdin_flag} and {flag} cannot both read stdin: give one of them a file or a text")
+            raise UsageError(f"{self._stdin_flag} and {flag} cannot both read stdin: give one flag a file or a text")
         self._stdin_flag = flag
         return sys.stdin.read()
 
@@ -177,7 +177,7 @@ def add_arguments(generate: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print completions, whole or in chunks. Returns 1 if one of them was cut short, 130 after Ctrl-C."""
+    """Print completions, whole or in chunks. Returns 1 if a completion was cut short, 130 after Ctrl-C."""
     if args.chat is args.prompt is args.messages is args.token_ids is None:
         raise UsageError("no prompt: give one of --chat TEXT, --prompt TEXT, --messages FILE|JSON and --token-ids IDS")
     from trainer_bridge.wire.errors import RolloutError
@@ -376,7 +376,7 @@ def _flag_of(error: RolloutError, args: argparse.Namespace) -> str:
 
 
 def _is_in(field: str, outer: str) -> bool:
-    """True if one of the two fields is the other, or a part of it."""
+    """True if the two fields are equal, or one is a part of the other."""
     return f"{field}.".startswith(f"{outer}.") or f"{outer}.".startswith(f"{field}.")
 
 

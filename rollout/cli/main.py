@@ -93,8 +93,8 @@ def _command(arguments: Sequence[str]) -> str:
 def run() -> None:
     """Run `main` and exit with its code.
 
-    Threads are joined and exit handlers run as usual, but the interpreter does not free its objects. A worker has half
-    a million objects of its libraries; to free them takes longer than its shutdown.
+    Threads are joined and exit handlers run as usual, but the interpreter does not free its objects. A worker's
+    libraries leave half a million objects; to free them takes longer than a shutdown.
     """
     codes: list[int] = []
     atexit.register(_leave, codes)  # registered first, so it runs last

@@ -1,4 +1,4 @@
-"""An argument parser whose errors are one line and suggest a flag for a misspelled one."""
+"""An argument parser whose errors are one line and correct misspelled flags."""
 
 import argparse
 from collections.abc import Mapping

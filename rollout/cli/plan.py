@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not settings.model.path:
         raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout plan MODEL --gpu h200")
     if args.gpu is not None and settings.model.device == "cpu":
-        raise UsageError("--gpu and --device cpu exclude each other: leave one of them out")
+        raise UsageError("--gpu and --device cpu exclude each other: leave one flag out")
     if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
         raise UsageError(f"--host-memory is {args.host_memory:g}: give the GiB that are free")
     from rollout.checkpoint_folder import resolve_folder
@@ -115,7 +115,7 @@ def _plans(settings: Settings, machines: list[Machine], folder: Path, draft: Pat
     for machine in machines:
         try:
             plans.append(plan_outline(settings, machine, shapes))
-        except ValueError:  # such as fp8 on a GPU without it
+        except ValueError:  # such as fp8 on a GPU without fp8
             if len(machines) == 1:
                 raise
     if not plans:

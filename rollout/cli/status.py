@@ -184,14 +184,14 @@ class _Fields:
         self._status = dict(status) | {"capabilities": shown(status.get("capabilities", []))}
 
     def text(self, text: str) -> str:
-        """The text, or an empty one if the reply of an older worker lacks one of its fields."""
+        """The text; empty if the reply, of an older worker, lacks one of the text's fields."""
         try:
             return text.format_map(self._status)
         except KeyError:
             return ""
 
     def line(self, name: str, text: str) -> Iterator[tuple[str, str]]:
-        """The line, or nothing if the reply lacks one of its fields."""
+        """The line, or nothing if the reply lacks a field of the line."""
         if filled := self.text(text):
             yield name, filled
 

@@ -30,7 +30,7 @@ class GatewaySettings(SettingsSection):
     ready_file: str | None = Field(None, description="file for the URL, written when the gateway listens")
     start_s: float = Field(600.0, gt=0, description="seconds to wait at the start for a worker")
     resume: bool | None = Field(
-        None, description="continue requests of a lost worker on another one; none: if there are several"
+        None, description="continue requests of a lost worker on another worker; none: with several workers"
     )
     resume_s: float = Field(120.0, gt=0, description="seconds that a resumed request may be without a worker")
     heartbeat_s: float = Field(2.0, gt=0, description="seconds between heartbeats; a worker that misses three is lost")
@@ -64,7 +64,7 @@ class GatewaySettings(SettingsSection):
         "auto", description="format of tool calls, such as hermes; auto: the chat template's; none: calls stay text"
     )
     reasoning_parser: str = Field(
-        "none", description="format of reasoning, such as think; auto: the chat template's; none: it stays text"
+        "none", description="format of reasoning, such as think; auto: the chat template's; none: reasoning stays text"
     )
     constrain_reasoning: bool = Field(
         False, description="apply constraints from the first token on, not after the reasoning"

@@ -111,8 +111,8 @@ class ConstraintCompiler:
         self.texts = TokenTexts(texts)
         special = _not_text(tokenizer, vocab)
         no_text = {*special, *eos_ids, *(token for token, text in enumerate(texts) if not text)}
-        # xgrammar wants a stop token, and its releases differ in what that may be. So it gets one that never comes, and
-        # `GrammarMatcher` allows the request's own.
+        # xgrammar wants a stop token, and its releases differ in what that may be. So it gets a stop token that never
+        # comes, and `GrammarMatcher` allows the request's stop tokens.
         self._no_stop = next(iter(special), min(no_text, default=vocab - 1))
         self._no_text = frozenset({*no_text, self._no_stop})
         self._text_W = ~mask_of([*self._no_text, *_invalid_utf8(texts)], vocab)
@@ -292,7 +292,7 @@ def _not_allowed(index: int) -> ConstraintError:
 
 
 def _not_text(tokenizer: Any, vocab: int) -> list[int]:
-    """Special tokens: they are not part of a completion's text, so their names must not match as text."""
+    """Special tokens are not part of a completion's text, so their names must not match as text."""
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     return [token for token in special | set(tokenizer.all_special_ids) if token < vocab]
 

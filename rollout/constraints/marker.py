@@ -4,10 +4,10 @@ r"""Constraints that begin after a marker, such as `</think>`: before it a compl
                  free -----------------------| constrained ----------
                                        ^ barred: tokens that would end the marker with a text that cannot follow it
 
-A marker is a text or a list of token ids. Token ids are found where these tokens come one after the other. A text is
-found in the bytes of the tokens, however it was cut into tokens: as the one token `</think>`, or as several. Then the
-last one may reach beyond the marker. The rest begins the constrained text. In the free part only tokens whose rest
-cannot begin that text are barred.
+A marker is a text or a list of token ids. Token ids are found where these tokens stand in a row. A text is found in the
+bytes of the tokens, however it was cut into tokens: as the one token `</think>`, or as several. Then the last one may
+reach beyond the marker. The rest begins the constrained text. In the free part only tokens whose rest cannot begin that
+text are barred.
 
 So a mask is needed after the marker. Before it, a mask is needed only where the text ends with a part of the marker
 after which a token is barred.
@@ -46,7 +46,7 @@ class Marker(Protocol):
 
 
 class IdMarker:
-    """Token ids, one after the other."""
+    """Token ids in a row."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._ids = token_ids
@@ -201,7 +201,7 @@ class AfterMatcher(Matcher):
         return self._inner is not None
 
     def follow(self, tokens: Sequence[int]) -> bool:
-        """Advance by tokens; False if the constraint has begun and does not allow one of them."""
+        """Advance by tokens; False if the constraint has begun and does not allow one of the tokens."""
         if self._inner is not None or not self._marker.ends.isdisjoint(tokens):
             return super().follow(tokens)
         self._free.extend(tokens)
@@ -234,7 +234,7 @@ class AfterMatcher(Matcher):
 
 
 def find(marker: Marker, tokens: Sequence[int]) -> tuple[int, bytes] | None:
-    """The end of a completion's marker: the number of tokens up to it, and the rest of the last one."""
+    """The end of a completion's marker: the number of tokens up to it, and the rest of the last token."""
     for count, token in enumerate(tokens, 1):
         if token in marker.ends and (rest := marker.rest(tokens[max(count - marker.reach, 0) : count])) is not None:
             return count, rest

@@ -187,7 +187,7 @@ class GrammarConstraint:
     """A compiled grammar, from which matchers are forked.
 
     Two kinds of masks narrow it further: `allowed_W` at every step, and masks of `after` for the one step after their
-    token. `last` is the token before the first step, if there is one.
+    token. `last` is the token before the first step, if any.
     """
 
     free = foreseen = None
@@ -217,7 +217,7 @@ class GrammarConstraint:
 
 
 class GrammarMatcher(Matcher):
-    """A position in a grammar. `last` has the token before it, if there is one."""
+    """A position in a grammar. `last` has the token before, if any."""
 
     def __init__(self, constraint: GrammarConstraint, matcher: Any, last: Sequence[int]) -> None:
         self._constraint, self._matcher = constraint, matcher

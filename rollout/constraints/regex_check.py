@@ -21,7 +21,7 @@ _CONTROLS = "nrtfvec0"
 _NUMBERED = {"x": 2, "u": 4}  # hexadecimal digits
 _REPEATS = tuple("*+{")
 _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # an unescaped quote
-#: After a backslash in a class, where the compiler takes them literally; elsewhere it refuses them.
+#: Letters that the compiler takes literally after a backslash in a class; elsewhere it refuses them.
 _NO_CLASS = "123456789kpPB"
 #: Any escape; the group matches if it is half of a surrogate pair.
 _ESCAPE = re.compile(r"\\(?:((?:u\{?|U0000|x0*)[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)

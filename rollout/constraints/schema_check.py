@@ -35,7 +35,7 @@ _OF_TYPE = {
 _RULES = tuple(name for names in _OF_TYPE.values() for name in names)
 _PARTS = ("properties", "required", "additionalProperties", "items", "prefixItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-#: Next to one of these, all other keywords are ignored.
+#: Next to one of these keywords, all other keywords are ignored.
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -157,7 +157,7 @@ def _of_numbers(schema: dict[str, Any], path: str) -> Iterator[str]:
     elif step > _MOST_STEP:
         yield f"'multipleOf' at {path} can be enforced up to {_MOST_STEP} only; leave it out"
     if "multipleOf" in schema and bounds:
-        yield f"'multipleOf' at {path} cannot be enforced with bounds; leave one of them out"
+        yield f"'multipleOf' at {path} cannot be enforced with bounds; leave one out"
     for name, bound in bounds.items():
         if round(bound, _DECIMALS) != bound:
             yield f"{name!r} at {path} can be enforced to {_DECIMALS} decimals only; round it"
@@ -175,7 +175,7 @@ def _of_strings(schema: dict[str, Any], path: str) -> Iterator[str]:
     for pattern in (schema.get("pattern"), *patterns):
         if not isinstance(pattern, str):
             if pattern is not None:
-                yield f"the pattern at {path} is not a string; write it as one"
+                yield f"the pattern at {path} is not a string; write a string"
             continue
         problem = regex_check.regex_problem(pattern, in_json=True)
         if problem is not None:

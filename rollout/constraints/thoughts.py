@@ -45,8 +45,8 @@ class ThoughtRule:
     def after(self, prompt: np.ndarray, turn_ends: Iterable[int], prior: Sequence[int] = ()) -> Thoughts:
         """The place after a prompt, int32 [tokens], and the first tokens of a completion.
 
-        A thought that the prompt left open goes on, unless one of `turn_ends` came after its start. It began with its
-        last start.
+        A thought that the prompt left open goes on, unless a token of `turn_ends` came after its start. It began with
+        its last start.
         """
         turns = np.flatnonzero(np.isin(prompt, list(turn_ends)))
         begin = int(turns[-1]) + 1 if len(turns) else 0
@@ -156,7 +156,7 @@ class BudgetedConstraint:
 
 
 class _Watch:
-    """Follows one completion as it is committed. It asks for masks `lead` tokens before one is forced."""
+    """Follows one completion as it is committed. It asks for masks `lead` tokens before a token is forced."""
 
     def __init__(self, thoughts: Thoughts, inner: FreePart, lead: int) -> None:
         self.ends = thoughts.rule.lasts | inner.ends
@@ -190,12 +190,12 @@ class BudgetedMatcher(Matcher):
         return self._inner.accept(token)
 
     def follow(self, tokens: Sequence[int]) -> bool:
-        """Advance by tokens; False if the constraint does not allow one of them."""
+        """Advance by tokens; False if the constraint does not allow one of the tokens."""
         self._thoughts.follow(tokens)
         return self._inner.follow(tokens)
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        """Write the mask of the next token: the forced one alone, if the constraint allows it."""
+        """Write the mask of the next token: only the forced token, if the constraint allows it."""
         self._inner.fill(masks_RW, row)
         token = self._thoughts.forced
         if token is not None:

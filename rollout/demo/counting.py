@@ -11,9 +11,9 @@ the other model's step (2 for 1, 1 for 2):
     else p is a proper prefix of str(last + other)    the next digit of last + other, which completes that number
     else p is one of the two numbers, complete        a space; p becomes `last`
 
-`str(last + 1)` and `str(last + 2)` are never a proper prefix of one another, so the three cases exclude each other.
-The prompt and the version runs determine every token; the check compares the tokens one by one. It finds a version
-boundary that is off by one, unless both steps give the same token there. `scripts/train_tiny.py` trains to this rule.
+`str(last + 1)` and `str(last + 2)` are never a proper prefix of one another, so the three cases exclude each other. The
+prompt and the version runs determine every token; the check compares the tokens one by one. A version boundary that is
+off by one is found, unless both steps give the same token there. `scripts/train_tiny.py` trains to this rule.
 """
 
 import re

@@ -1,8 +1,7 @@
 """One row for each weights version, for plots over the trainer's steps: what happened while the version served.
 
-A row is the difference between two readings of what the meter has counted since the start, so it costs a step nothing.
-A version serves from the report of the swap that brought it until the report of the next one. The bounds may be off by
-one step.
+A row is the difference between two readings of the meter's totals since the start, so it costs a step nothing. A
+version serves from the report of its swap until the report of the next swap. The bounds may be off by one step.
 """
 
 import logging

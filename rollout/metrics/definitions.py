@@ -32,7 +32,7 @@ Kind = Literal["gauge", "counter", "histogram"]
 
 #: The drafters, by their names in metrics.
 DRAFTER_NAMES = {"suffix": "suffix matching", "ngram": "n-grams of the row", "heads": "the draft model"}
-#: Ages of what drafts come from, in weights versions, by the names in metrics; each up to the next one.
+#: Ages of the sources of drafts, in weights versions, by the names in metrics; each age up to the next one.
 DRAFT_AGES = {"0": 0, "1": 1, "2_to_4": 2, "5_up": 5}
 
 

@@ -126,7 +126,8 @@ def shares(stretches: Sequence[tuple[Interval, str]]) -> dict[str, float]:
 def write_overlap(
     tracks: Mapping[str, tuple[Sequence[Interval], Sequence[Interval]]], path: str | Path, title: str
 ) -> None:
-    """Draw tracks of (device intervals, host intervals) into a PNG, top to bottom; each begins at its own first one.
+    """Draw tracks of (device intervals, host intervals) into a PNG, top to bottom; each track begins at its first
+    interval.
 
     Raises:
         ValueError: a track is empty, or matplotlib is not installed.

@@ -2,7 +2,7 @@
 
 The loop only puts reports into a bounded queue: it never waits for a file, a network or W&B. A report that finds the
 queue full is dropped and counted. A sink that raises is logged once and gets no more reports; the others go on. A sink
-whose `write` is an assignment (`at_once`) gets each report in `put`, however long the others take.
+whose `write` is an assignment (`at_once`) gets each report in `put`, however slow other sinks are.
 """
 
 import json
@@ -54,8 +54,8 @@ class Sink(Protocol):
 class JsonlSink:
     """Appends one line for each report: `time`, `step`, the metrics, `total/...`, and `final: true` in the last one.
 
-    A histogram is a list of `[begin, bound, count]`, one for each filled bucket; it is left out if all are empty.
-    `versions` is a list of maps, one for each version that ended; it is left out if there is none.
+    A histogram is a list of `[begin, bound, count]`, one for each filled bucket; without any it is left out. `versions`
+    is a list of maps, one for each version that ended; without any it is left out.
     """
 
     at_once = False

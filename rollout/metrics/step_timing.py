@@ -40,7 +40,7 @@ class StepTiming:
 
     @property
     def busy(self) -> tuple[Interval, ...]:
-        """The intervals in which the compute stream ran the step: two if it waited for masks, otherwise one."""
+        """The intervals in which the compute stream ran the step: two if the step waited for masks, otherwise one."""
         if self.mask_wait is None:
             return ((self.start_s, self.end_s),)
         return (self.start_s, self.mask_wait[0]), (self.mask_wait[1], self.end_s)

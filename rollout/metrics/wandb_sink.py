@@ -33,7 +33,7 @@ _FLUSH_S = 1.0  # W&B writes its file every 15 s: a process that is killed would
 
 @dataclass(frozen=True, slots=True)
 class ContinuedRun:
-    """A run that several processes log to, one after the other. `totals` is a file: what they have done so far."""
+    """A run to which several processes log, in turn. `totals` is a file: the sums of all processes until now."""
 
     id: str
     totals: Path
@@ -50,7 +50,7 @@ class ContinuedRun:
 class WandbSink:
     """Logs to W&B: online if a key is configured, otherwise into a folder for `wandb sync`. Never prompts.
 
-    The run begins with the first report, so that a worker that ends before it leaves no empty one.
+    The run begins with the first report, so a worker that ends earlier leaves no empty run.
 
     Args:
         settings: the project. W&B's own variables name the run, its group and its folder.
@@ -123,7 +123,7 @@ class WandbSink:
         )
 
     def write(self, report: Report) -> None:
-        """Log a row for each ended version, then one for the report; the summary is what the run has done so far."""
+        """Log a row for each ended version, then a row for the report; the summary has the run's totals until now."""
         if self._run is None:
             self._begin()
         for row in report.versions:

@@ -1,7 +1,7 @@
 """The inputs of a step besides its tokens: their places in the paged KV cache, and the cache itself.
 
-An `AttentionBatch` describes one step and is made anew for each. What its layers share (pages to gather, masks) is
-computed by the first layer that needs it, and kept.
+An `AttentionBatch` describes one step and is made anew for each. Tensors that layers share (pages to gather, masks) are
+computed by the first layer that needs them, and kept.
 
 Legend: T tokens of the step, B rows, P pages (of the cache, or of a row), S page size, G KV heads, D head dimension.
 """
@@ -309,7 +309,7 @@ class KVCache:
         return (local >= 0) & (local < self.pages)
 
     def local_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """Pages of a step as this rank numbers its own ones; the dump page for pages of other ranks."""
+        """Pages of a step in this rank's own numbers; the dump page for pages of other ranks."""
         return pages if self.dealt.size == 1 else (pages - self._first).masked_fill(~self.has_page(pages), 0)
 
     def local_slots(self, slots_T: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class CheckpointConfig:
 
     @property
     def text(self) -> Any:
-        """The config of the language model, which has `tie_word_embeddings` of the whole; it may be the whole one."""
+        """The config of the language model, with the `tie_word_embeddings` of `whole`; it may be `whole` itself."""
         return self.whole.get_text_config()
 
 
@@ -82,7 +82,7 @@ class GenerationDefaults:
 def read_config(folder: Path, impl: ModelImpl = "native") -> CheckpointConfig:
     """The config of a checkpoint.
 
-    `impl` is the setting `model_impl`: a native family has rules for all keys that it reads, others for sizes.
+    `impl` is the setting `model_impl`: a native family has rules for all keys that it reads, other models for sizes.
 
     Raises:
         CheckpointError: config.json is missing, names no architecture, or has a value out of bounds.

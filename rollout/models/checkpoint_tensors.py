@@ -1,8 +1,8 @@
 """Tensors of a checkpoint folder: one model.safetensors, or shards with an index.
 
 Weights in fp8 are e4m3 codes, with a scale for each block of 128 x 128 (`name` + "_scale_inv"). They stay codes where
-the model keeps them in this format; else they are decoded. So are experts in MXFP4; a model in `mxfp8` codes their
-values again, without loss.
+the model keeps this format; else they are decoded. So are experts in MXFP4; a model in `mxfp8` codes their values
+again, without loss.
 
 All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
@@ -39,7 +39,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it, or "MXFP4", or "FP8_BLOCK"
     scales: Path | None = None  # the file with the scales of the latter two; `file` has the blocks or codes
-    turned: bool = False  # the file has its last two dimensions the other way round
+    turned: bool = False  # its last two dimensions are swapped in the file
     name: str | None = None  # in its file, where it stands for a tensor of another name
     pieces: tuple[tuple[str, Path], ...] = ()  # the names and files of the tensors that make it, along their first dim
 
@@ -114,7 +114,7 @@ def join_fp8(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 def join_pieces(tensors: dict[str, StoredTensor], regions: Sequence[Region]) -> dict[str, StoredTensor]:
     """Join pieces into one tensor where their sizes differ from the parts after which they are named.
 
-    transformers saves what it joined in equal pieces under the names of the parts, however wide each of these is.
+    transformers saves a joined tensor in equal pieces under the names of its parts, however wide each part is.
     """
     joined = dict(tensors)
     for region in regions:
@@ -139,7 +139,7 @@ def join_pieces(tensors: dict[str, StoredTensor], regions: Sequence[Region]) -> 
 def transposed(
     tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], endings: tuple[str, ...]
 ) -> dict[str, StoredTensor]:
-    """The tensors, those with these endings turned round unless their file has the shape of the model."""
+    """The tensors; tensors with these endings are transposed unless their file has the model's shape."""
     turned = dict(tensors)
     for name, stored in tensors.items():
         if name.endswith(endings) and name in views and len(stored.shape) == 3:
@@ -262,7 +262,7 @@ def are_equal(
 
 
 def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
-    """The type of most of the checkpoint's values; None if it is not a supported one."""
+    """The type of most of the checkpoint's values; None if it is not supported."""
     values: dict[str, int] = {}
     for stored in tensors.values():
         values[stored.dtype] = values.get(stored.dtype, 0) + stored.values

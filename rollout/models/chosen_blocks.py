@@ -33,7 +33,7 @@ class ChosenPages(NamedTuple):
     """The pages that each token's KV heads read."""
 
     pages_XN: torch.Tensor  # int32: as `pages_of_heads` numbers them
-    lens_X: torch.Tensor  # int32: the tokens in them, the first ones
+    lens_X: torch.Tensor  # int32: how many tokens of the pages are read, from the first on
 
 
 class BlockAttention(Attention):
@@ -56,7 +56,7 @@ class BlockAttention(Attention):
         return self.attend(q_TQD, batch, cache) if chosen is None else self._read(chosen, q_TQD, batch, cache)
 
     def _choose(self, x_TH: torch.Tensor, context: StepContext) -> ChosenPages | None:
-        """The pages that a step's tokens read, whose keys go to the cache; None if these are all pages before them."""
+        """The pages that a step's tokens read, whose keys go to the cache; None: all pages before them."""
         spec, heads, batch = self.blocks, self.spec.kv_heads, context.batch
         both_TN = self.index_proj(x_TH)
         if batch.adapters is not None:

@@ -41,7 +41,7 @@ class StateBlock(Block):
         raise NotImplementedError
 
     def states_of(self, context: StepContext, one_by_one: bool = False) -> tuple[LayerState, Spans, DraftInputs | None]:
-        """The states of this layer, the step's spans, and what takes its drafts, if it has any."""
+        """The states of this layer, the step's spans, and the writer of its drafts, if any."""
         states, spans = context.kv.states, step_spans(context.batch, one_by_one)
         assert isinstance(states, StatePool)
         kept = None if spans.behind_B is None else states.drafts_of(self.state_index)
@@ -60,7 +60,7 @@ class DeltaNet(StateBlock):
         self.spec, self.layer, self.state_index = spec, layer, state_index
         self.in_proj = Linear(spec.inputs, build)
         self.conv_weight = build.empty(spec.mixed, spec.conv)
-        # The decay is an exponential of these; 16 bits would cost long contexts their precision.
+        # The decay is an exponential of both parameters; 16 bits would cost long contexts their precision.
         self.a_log = build.empty(spec.value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(spec.value_heads, dtype=torch.float32)
         self.norm = RMSNorm(spec.value_dim, spec.eps, build)

@@ -1,10 +1,9 @@
 """A draft model of one layer: it drafts the next tokens of another model, the target, from its hidden states.
 
-At position p it gets the target's hidden state of p and the embedding of the token at p + 1; from these it drafts the
-token at p + 2:
+From the target's hidden state at position p, and the embedding of the token at p + 1, it drafts the token at p + 2:
 
     hidden_p, embedding of the token at p + 1  -->  one layer, with KV of its own  -->  hidden, logits for p + 2
-    this hidden, embedding of that draft       -->  the same layer                 -->  hidden, logits for p + 3
+    that hidden state, embedding of the draft  -->  the same layer                 -->  hidden, logits for p + 3
 
 So after the first draft it goes on from its own hidden states. There are two layouts (see `DraftSpec`):
 
@@ -12,9 +11,9 @@ So after the first draft it goes on from its own hidden states. There are two la
     MTP       hidden = the target's last norm;         x = fc([norm(embedding), norm(hidden)]);   x += mixer(norm(x))
     both      x += feed_forward(norm(x));   logits = output layer(norm(x));   MTP passes norm(x) on, EAGLE-3 x
 
-Embedding, and output layer if it has none, are the target's. Its vocabulary may be a part of the target's. Its KV is
-one more layer of the target's pool, on the same pages. Every rank of a tensor group has the whole draft model. On a
-GPU, in 16 bits, the fused kernels run all that is between its products, and its experts.
+The embedding is the target's, and so is the output layer if the draft model has none. Its vocabulary may be a part of
+the target's. Its KV is one more layer of the target's pool, on the same pages. Every rank of a tensor group has the
+whole draft model. On a GPU, in 16 bits, the fused kernels run all that is between its products, and its experts.
 
 Legend: T tokens, S selected tokens, H hidden, F width of the hidden states that are read, V vocabulary.
 """

@@ -4,27 +4,27 @@
     add_rms_norm -> gate/up product with SiLU -> down product       dense layers
     norm and router -> experts                                      sparse layers, see `fused_experts`
 
-Each block of each layer is fused if the kernels take it, and otherwise run by its own generic code. What connects the
-blocks is the same for both: the residual stream, which only the norms read and write, and the output of the last block,
-not yet added to it (`Unsummed`). Where a block's output has a norm or a factor, or the layer has a factor, that is a
-part of the next norm's kernel.
+Each block of each layer is fused if the kernels take it, and otherwise run by its own generic code. Blocks of both
+kinds are connected by the residual stream, which only the norms read and write, and by the last block's output, not yet
+added to the stream (`Unsummed`). A norm or factor of a block's output, or a layer's factor, is a part of the next
+norm's kernel.
 
 Decode and prefill differ in the attention, few and many tokens in the products. Products of few tokens are our own, as
-far as `rollout_kernels.linear.table` goes, and read codes if the weights are codes; where their sum belongs to the
-residual stream they come in parts, float32 where there are several. The other products are cuBLAS's, which add to the
-residual stream at once (`ADDED_FROM`); codes are decoded for them first. On Hopper the gated product of many tokens is
-our own again (`GATED`). The residual stream is kept in the model's dtype.
+far as `rollout_kernels.linear.table` goes, and read codes if the weights are codes; a sum for the residual stream comes
+in parts, float32 if several. The other products are cuBLAS's, which add to the residual stream at once (`ADDED_FROM`);
+codes are decoded for them first. On Hopper the gated product of many tokens is our own again (`GATED`). The residual
+stream is kept in the model's dtype.
 
 From `codes_from` tokens on, activations that meet codes of blocks are rounded to codes, too, and the tensor cores
-multiply these (`triton_code_rows`).
+multiply codes (`triton_code_rows`).
 
 A step with adapters has a small kernel beside each product, and the activation is then a kernel of its own: the kernel
-that reads a product adds its correction. Corrections are added in place for many tokens, before experts, and
-where one norm spans all heads. Where such heads belong to several ranks, the operations between the q/k/v product and
-attention are the generic ones.
+that reads a product adds its correction. Corrections are added in place for many tokens, before experts, and where one
+norm spans all heads. Where the heads of such a norm belong to several ranks, generic operations run between the q/k/v
+product and attention.
 
 The output and down products of a shard, and its experts, make parts of a sum over the ranks of its tensor group. The
-norm after them adds these up: in its own kernel if there are few tokens, else after an all-reduce. Such products are
+next norm adds the parts up: in its own kernel if there are few tokens, else after an all-reduce. Such products are
 corrected in place.
 
 Legend: T tokens, S selected tokens, H hidden, K inputs, N outputs, I intermediate, V vocabulary.
@@ -211,7 +211,7 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
-        """Run one step: writes its KV, returns hidden states after the final norm, of all tokens or the wanted ones."""
+        """Run one step: writes its KV, returns hidden states after the final norm, of all or only wanted tokens."""
         model = self._model
         self._begin(len(token_ids_T))
         first, *others = self._ropes
@@ -357,7 +357,7 @@ class FusedDecoder:
         context: StepContext,
         wanted: WantedTokens,
     ) -> tuple[torch.Tensor, Unsummed | None]:
-        """Compute keys and values of all tokens, and the rest of `_layer` for the wanted ones alone."""
+        """Compute keys and values of all tokens, and the rest of `_layer` only for wanted tokens."""
         assert isinstance(layer.mixer, Attention)
         x_TH = self._norm(residual_TH, last, layer.mixer_norms.before)
         if context.batch.taps is not None:
@@ -514,7 +514,7 @@ class FusedDecoder:
         config, weights = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.stored
         activation = block.spec.activation
         assert activation in ("silu", "gelu_tanh"), "takes_feed_forward"
-        if adapters is not None:  # they correct the input of the activation, so it cannot be a part of the product
+        if adapters is not None:  # adapters correct the activation's input, so the activation is no part of the product
             beside = _adds_later(adapters, block.layer, "gate_up")
             if config is None:
                 gate_up = self._many(x_TH, block.gate_up_proj)
@@ -570,7 +570,7 @@ class FusedDecoder:
     ) -> Unsummed | None:
         """The output of a linear attention block; None if the residual stream has it already.
 
-        With `deterministic` tokens go through it one by one.
+        With `deterministic` tokens go through the block one by one.
         """
         config, adapters = self._configs[self._products[mixer.in_proj]], context.batch.adapters
         weight = mixer.in_proj.weight

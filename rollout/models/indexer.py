@@ -5,8 +5,8 @@
     the `top_k` tokens with the largest scores take part in latent attention; up to so many, all take part
 
 The choice is exact: it scores the whole context. The chosen tokens are read where they lie, as pages of one token.
-Layers without an indexer use the choice of the last one before them.
-The work is bounded by host integers alone, so steps can be captured.
+Layers without an indexer use the choice of the last indexer before them. The work is bounded by host integers alone, so
+steps can be captured.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556, section 2.1). Legend: T tokens, H heads of the indexer, D their dimension, C
 positions of a context, K chosen tokens, Q query heads, L what the cache keeps of a token, R width of the latent.
@@ -39,8 +39,8 @@ AT_ONCE_BYTES = 256 << 20
 class Choice(NamedTuple):
     """The tokens that each token of a step attends to."""
 
-    slots_TK: torch.Tensor  # int32: their places in the cache, as in `AttentionBatch.kv_slots_T`
-    counts_T: torch.Tensor  # int32: how many they are, the first ones
+    slots_TK: torch.Tensor  # int32: their KV slots, as in `AttentionBatch.kv_slots_T`
+    counts_T: torch.Tensor  # int32: how many of the slots are read, from the first on
 
 
 class IndexQueries(NamedTuple):
@@ -78,7 +78,7 @@ class Indexer(Block):
         return IndexQueries(q_THD, F.linear(x_TH.float(), self.head_weights) * (spec.heads * spec.dim) ** -0.5)
 
     def choose(self, queries: IndexQueries, batch: AttentionBatch, keys_PS1D: torch.Tensor) -> Choice | None:
-        """The tokens that a step's tokens attend to; None if these are all tokens before them."""
+        """The tokens that a step's tokens attend to; None: all tokens before them."""
         if batch.max_context <= self.spec.top_k:
             return None
         page_size, top_k = keys_PS1D.shape[1], self.spec.top_k

@@ -36,7 +36,7 @@ class KimiDelta(StateBlock):
         self.decay_proj = None if spec.decay is None else Linear(spec.decay, build)
         self.gate_proj = None if spec.gate is None else Linear(spec.gate, build)
         self.conv_weight = build.empty(spec.mixed, spec.conv)
-        # The decay is an exponential of these; 16 bits would cost long contexts their precision.
+        # The decay is an exponential of both parameters; 16 bits would cost long contexts their precision.
         self.a_log = build.empty(spec.value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(spec.value_heads * spec.key_dim, dtype=torch.float32)
         self.norm = RMSNorm(spec.value_dim, spec.eps, build)

@@ -114,7 +114,7 @@ class LatentAttention(Block):
         return out_TQV
 
     def _choose(self, x_TH: torch.Tensor, latent_q_TK: torch.Tensor, context: StepContext) -> Choice | None:
-        """The tokens that the step's tokens attend to; None if these are all tokens before them."""
+        """The tokens that the step's tokens attend to; None: all tokens before them."""
         indexer, batch = self.indexer, context.batch
         if self.spec.shares_choice:
             return batch.kept(Choice)

@@ -1,9 +1,9 @@
 """Blocks of the decoder: rotary embeddings, attention, and dense and sparse feed-forward blocks.
 
-A block takes the normalised hidden states and returns its output; products that share an input are one. The layer that
-it belongs to owns the norms and the residual stream. A shard's block makes a part of its output, which becomes whole by
-a sum over the ranks of the block's tensor group (`Linear.complete`). Parameters are created empty; the loader or the
-random initialisation fills them. Each block names the Hugging Face tensors that its parameters consist of (see
+A block takes the normalised hidden states and returns its output; products that share an input are one. Its layer owns
+the norms and the residual stream. A shard's block makes a part of its output, which becomes whole by a sum over the
+ranks of the block's tensor group (`Linear.complete`). Parameters are created empty; the loader or the random
+initialisation fills them. Each block names the Hugging Face tensors that its parameters consist of (see
 `rollout.models.names`).
 
 Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D head dimension, I intermediate, E experts,
@@ -410,7 +410,7 @@ def gate_output(out_TK: torch.Tensor, gate_TK: torch.Tensor | None) -> torch.Ten
 
 
 def grown(q_TQD: torch.Tensor, growth: QueryGrowth | None, batch: AttentionBatch) -> torch.Tensor:
-    """Queries times the factor that grows with their positions, if there is one."""
+    """Queries times the factor that grows with their positions, if any."""
     if growth is None:
         return q_TQD
 
@@ -490,7 +490,7 @@ class Attention(Block):
         return q_TQD, gate_TK
 
     def grown(self, q_TQD: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Queries times the factor that grows with their positions, if the spec has one."""
+        """Queries times the factor that grows with their positions, if the spec has it."""
         return grown(q_TQD, self.spec.growth, batch)
 
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
@@ -652,7 +652,7 @@ class SparseFeedForward(Block):
         super().__init__()
         self.spec, self.sparse_index, self.format, self.group = spec, sparse_index, build.format, build.group
         self.stacked_shared = spec.shared_like_others if self.format == "plain" else 0
-        #: The number of shared experts that follow the routed ones, and whether the router has a row for their gate.
+        #: The number of shared experts that follow the routed experts, and whether the router has a row for their gate.
         self.shared_choices = Shared(self.stacked_shared, self.stacked_shared > 0 and spec.shared_gate)
         logits = spec.experts + self.shared_choices.gated
         self.router = build.empty(logits, spec.hidden)
@@ -751,7 +751,7 @@ class SparseFeedForward(Block):
         return weights_TK
 
     def complete(self, y_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
-        """The block's output of all ranks, from what experts made of the block's input."""
+        """The block's output of all ranks, from the experts' outputs."""
         y_TH = y_TH if self.widen_proj is None else self.widen_proj(y_TH)
         return self.group.all_reduce(y_TH if self.shared is None else y_TH + self.shared(x_TH))
 
@@ -778,7 +778,7 @@ class SparseFeedForward(Block):
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the biases of down projections: where all ranks have parts of them, one does."""
+        """Whether this rank adds the biases of down projections: one rank does for all parts of a sum."""
         return self.spec.whole_experts or self.spec.shard.rank == 0
 
     def regions(self, prefix: str) -> list[Region]:
@@ -875,7 +875,7 @@ class SparseFeedForward(Block):
     def _view(
         self, projection: Literal["gate_up", "down"], expert: int | None = None, half: int | None = None
     ) -> torch.Tensor:
-        """The destination of the weights of all experts, of one, or of its gate (half 0) or up (half 1) rows."""
+        """The destination of the weights of all experts, of one expert, or of its gate (half 0) or up (half 1) rows."""
         wide, spec = projection == "gate_up", self.spec
         view = (self.gate_up if wide else self.down).data
         if self.stacked_shared:

@@ -478,7 +478,7 @@ def _load_fallback(source: _Source, format: Format) -> LanguageModel:
 
 
 def _tied_groups(regions: list[Region], aliases: dict[str, str]) -> list[tuple[Sequence[str], Sequence[str]]]:
-    """All names of each tensor that others are tied to, the usual one first, and the names of the others."""
+    """All names of each tensor to which others are tied, the usual name first; and all names of the tied tensors."""
     groups: list[tuple[Sequence[str], Sequence[str]]] = []
     for first in dict.fromkeys(aliases.values()):
         region = next(region for region in regions if any(first in views for views in region.alternatives))

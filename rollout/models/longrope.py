@@ -1,17 +1,17 @@
-"""LongRoPE (arXiv 2402.13753): a model has two sets of factors of its rotary frequencies; a worker uses one of them.
+"""LongRoPE (arXiv 2402.13753): a model has two sets of factors of its rotary frequencies; a worker uses one set.
 
-transformers takes the long set for a forward whose farthest position is past the original context, and else the short
-one. All keys of a row turn by the same set. So at this border the keys of all earlier tokens change, and with them the
+transformers takes the long set for a forward whose farthest position is past the original context, else the short set.
+All keys of a row turn by the same set. So at this border the keys of all earlier tokens change, and with them the
 log-probs; transformers' `generate` computes the KV again there.
 
 Here no row crosses a border: one set serves all rows from their first token on, chosen when the worker starts. KV,
 prefixes, sessions and groups then need not know of frequencies.
 
     short   sequences end at the original context; transformers uses these frequencies for all of them
-    long    sequences may have the whole context; transformers uses these frequencies for those that end past the border
+    long    sequences may have the whole context; transformers uses these frequencies only past the border
 
-In a config with two equal sets, one set serves all lengths. `long` makes such a config, and a trainer can make the same
-one to have equal log-probs for short sequences.
+In a config with two equal sets, one set serves all lengths. `long` makes such a config. A trainer with an equal config
+has equal log-probs for short sequences.
 """
 
 import logging

@@ -33,7 +33,7 @@ class Mamba2(StateBlock):
         self.in_proj = Linear(spec.inputs, build)
         self.conv_weight = build.empty(channels, spec.conv)
         self.conv_bias = build.empty(channels) if spec.conv_bias else None
-        # The decay is an exponential of these; 16 bits would cost long contexts their precision.
+        # The decay is an exponential of both parameters; 16 bits would cost long contexts their precision.
         self.a_log, self.dt_bias, self.skip = (build.empty(spec.heads, dtype=torch.float32) for _ in range(3))
         self.norm = RMSNorm(spec.width, spec.eps, build)
         self.o_proj = Linear(spec.out, build)

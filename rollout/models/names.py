@@ -15,10 +15,11 @@ from rollout.models.cut import Cut, CutView
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Views that cover the same parameters, each set of them once; the first set is what files usually have."""
+    """Sets of views, each of which covers the same parameters once; files usually have the first set."""
 
     alternatives: tuple[Mapping[str, torch.Tensor], ...]
-    #: An update may leave it out, and then it keeps its value: trainers have it as a buffer, and send parameters only.
+    #: An update may leave the region out; then the region keeps its value: trainers hold it in a buffer, and send only
+    #: parameters.
     kept_if_absent: bool = False
 
 
@@ -57,7 +58,7 @@ def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
 
 
 def is_needed(name: str, tied: Container[str]) -> bool:
-    """False for a tensor that follows from others: checkpoints may have it; it is not read.
+    """False for a tensor that follows from other tensors: if a checkpoint has it, it is not read.
 
     `tied` are other names of tied tensors.
     """

@@ -41,7 +41,7 @@ _COMMON: dict[str, Rule] = {
 }
 
 
-#: Keys that transformers' config classes turn into others; here the others are read.
+#: Keys that transformers' config classes turn into other keys, which are read here.
 _MADE_INTO_OTHERS = frozenset(
     (
         *("rope_parameters", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
@@ -50,7 +50,7 @@ _MADE_INTO_OTHERS = frozenset(
         *("mamba_expand",),
     )
 )
-#: Keys that they turn into this one.
+#: Keys that they turn into this key.
 _MADE_INTO: dict[str, frozenset[str]] = {
     "mlp_layer_types": frozenset({"first_k_dense_replace"}),
     "per_layer_config": frozenset({"global_head_dim", "num_global_key_value_heads"}),
@@ -144,7 +144,7 @@ def has_text_config(architecture: str) -> bool:
 
 
 def flat_model_type(architecture: str) -> str | None:
-    """The `model_type` of a language model whose config may be part of the whole one; None if it may not be."""
+    """The `model_type` of a language model whose config may be part of the whole config; None if it may not be."""
     whole = MULTIMODAL[architecture]
     (language_model, *_) = whole.language_models
     return language_model.model_type if whole.flat and isinstance(language_model, Family) else None
@@ -177,12 +177,12 @@ def config_rules(family: Family) -> dict[str, Rule]:
 def known_keys(family: Family) -> frozenset[str]:
     """The known form of a config: keys that this family reads, and keys that do not affect transformers' forward.
 
-    transformers' name of a key counts, where it knows one by several.
+    Where transformers knows a key by several names, its own name counts.
     """
     own = _rules(family).keys()
     common = _COMMON.keys() - {"layer_types", "sliding_window", "use_sliding_window"}
     windows = {"use_sliding_window"} if "sliding_window" in own else set()
-    # Families that read another key for their activation do not read this one. Quantization is read for all.
+    # Families that read another key for their activation do not read `hidden_act`. Quantization is read for all.
     others = {"hidden_act", "quantization_config"}
     others |= {name for key in own & _MADE_INTO.keys() for name in _MADE_INTO[key]}
     return frozenset(own | common | windows | others | _MADE_INTO_OTHERS | WITHOUT_EFFECT | {*family.without_effect})

@@ -82,7 +82,7 @@ class KVShape(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A rank of a tensor group: its part of a width is one of `size` equal ones."""
+    """A rank of a tensor group: it has one of `size` equal parts of a width."""
 
     rank: int
     size: int
@@ -178,10 +178,10 @@ class BlockNames(NamedTuple):
 class BlocksSpec(NamedTuple):
     """The choice of the blocks of a context that take part in attention; see `rollout.models.chosen_blocks`."""
 
-    dim: int  # dimensions of its queries and keys; the first ones turn
+    dim: int  # dimensions of its queries and keys; rotary embeddings turn the first of them
     size: int  # tokens of a block
     top_k: int  # blocks that a token attends to
-    nearest: int  # blocks that always take part: the token's own one, and those right before it
+    nearest: int  # blocks that always take part: the token's own block, and blocks right before it
     names: BlockNames = BlockNames()
 
 
@@ -215,18 +215,17 @@ class AttentionSpec:
     growth: QueryGrowth | None = None
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
-    query_gate: bool = False  # the same, inside the product of the queries: each head is followed by its gate
+    query_gate: bool = False  # such a gate inside the product of the queries: each head is followed by its gate
     inputs: int | None = None  # width of its input; None: the residual stream's
     value_dim: int | None = None  # dimensions of a value, fewer than of a key; None: as many
     value_scale: float = 1.0  # factor of the values
     value_norm: bool = False  # each value head is normalised, without weights
     kv: KVSource = "own"
-    chunk: int | None = None  # positions of a chunk: a token attends within its own one; None: to all before it
+    chunk: int | None = None  # positions of a chunk: a token attends within its own chunk; None: to all before it
     blocks: BlocksSpec | None = None  # a token attends to chosen blocks; None: to all before it
     shard: Shard = WHOLE  # the heads above are one rank's
-    all_kv_heads: int = 0  # a shard: the KV heads of the whole model; if they are few, one is on several ranks
-    #: rows: all heads are here, and rows of other ranks are not. context: all KV heads are, and the positions of other
-    #: ranks are not.
+    all_kv_heads: int = 0  # a shard: the KV heads of the whole model; a KV head may be on several ranks
+    #: rows: all heads, but no rows of other ranks. context: all KV heads, but no positions of other ranks.
     split: AttentionSplit = "heads"
 
     @property
@@ -246,7 +245,7 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
-        """The product that makes queries (with their gates, if there are any), and the keys and values of its own."""
+        """The product that makes queries, their gates if any, and the block's own keys and values."""
         q_width = 2 * self.q_dim if self.query_gate else self.q_dim
         made = {"own": 3, "keys": 2, "shared": 1}[self.kv]
         modules = self.names.qkv[:made]
@@ -721,7 +720,7 @@ class Mamba2Spec(StateMixer):
 
     @property
     def mixed_widths(self) -> tuple[int, int, int]:
-        """Widths of the convolution's channels: the heads' inputs, what writes to the state, what reads it."""
+        """Widths of the convolution's channels: inputs of heads, writers of the state, readers of the state."""
         return self.width, self.groups * self.state_dim, self.groups * self.state_dim
 
     @property
@@ -820,11 +819,11 @@ class RouterSpec:
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
     groups: int = 1  # number of groups of neighbouring experts
     top_groups: int = 1  # number of groups that a token takes experts of: with the largest sums of their best scores
-    group_best: int = 2  # how many scores these are sums of
+    group_best: int = 2  # number of best scores in a group's sum
     scale: float = 1.0  # factor of the weights
     logit_bias: bool = False  # the product that makes the logits has a bias
     least_sum: float = 0.0  # weights that add up to less are divided by this
-    weights_inputs: bool = False  # the weights are factors of what experts read, and not of what they return
+    weights_inputs: bool = False  # the weights are factors of experts' inputs, and not of their outputs
 
     @property
     def plain(self) -> bool:
@@ -895,9 +894,9 @@ class MoESpec:
     activation: Activation = "silu"
     limits: Limits | None = None
     turned: bool = False  # checkpoints have only the tensors of all experts, transposed, gates before values
-    inner: int | None = None  # width that experts work on, if a product makes it of the token; None: the token itself
-    apart: ApartNames | None = None  # the shared expert, the others and the router have norms of their own
-    eps: float = 0.0  # epsilon of these
+    inner: int | None = None  # width of experts' inputs, if a product makes them of the token; None: the token's own
+    apart: ApartNames | None = None  # the shared expert, the routed experts and the router have norms of their own
+    eps: float = 0.0  # epsilon of norms of their own
     shard: Shard = WHOLE  # one rank's part of each expert's intermediate width, or of the experts
     whole_experts: bool = False  # a shard: it keeps some whole experts
 
@@ -920,17 +919,17 @@ class MoESpec:
 
     @property
     def expert_cut(self) -> Cut | None:
-        """A shard's cut of a tensor of all experts, if it keeps some whole ones."""
+        """A shard's cut of a tensor of all experts, if it keeps whole experts."""
         return self.shard.cut(len(self.kept_experts)) if self.whole_experts else None
 
     @property
     def width_cut(self) -> Cut | None:
-        """A shard's cut of an expert's intermediate width, if it keeps a part of each one."""
+        """A shard's cut of an expert's intermediate width, if it keeps a part of each expert."""
         return None if self.whole_experts else self.shard.cut(self.intermediate)
 
     @property
     def gate_up_cut(self) -> Cut | None:
-        """The same of gates and values together: gates first, or alternating with a clamped GLU."""
+        """A shard's cut of gates and values together: gates first, or alternating with a clamped GLU."""
         if self.whole_experts:
             return None
         if self.clamped is not None:
@@ -939,7 +938,7 @@ class MoESpec:
 
     @property
     def shared_like_others(self) -> int:
-        """The number of experts of the others' shape that can store the shared one, cut along its width; 0: none."""
+        """The number of routed experts that could store the shared expert, cut along its width; 0: none fit."""
         shared = self.shared
         if shared is None or self.clamped is not None or shared.intermediate % self.intermediate or self.limits:
             return 0
@@ -990,7 +989,7 @@ class TokenInputNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenInputSpec:
-    """An input of each layer, made of the token: its row of an embedding of its own, and a product of its embedding."""
+    """An input of each layer: the token's row of a separate embedding, and a product of the token's embedding."""
 
     dim: int
     vocab: int
@@ -1002,7 +1001,7 @@ class TokenInputSpec:
 class LayerSpec:
     """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream.
 
-    A layer may have one of the two alone, then with a norm before it.
+    A layer may have only one block, then with a norm before it.
     """
 
     mixer: MixerSpec | None
@@ -1063,28 +1062,28 @@ class DraftNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A draft model of one layer over hidden states of the model that it drafts for, in one of two layouts.
+    """A draft model of one layer over hidden states of its target model, in one of two layouts.
 
     EAGLE-3 (arXiv 2503.01840): the product `fc` fuses hidden states of several layers. The mixer reads the normalised
     embedding and hidden state side by side, and the hidden state is the residual stream.
 
     Multi-token prediction (`joined`; arXiv 2412.19437, section 2.2): `fc` makes the residual stream of the normalised
-    embedding and hidden state. The layer is one of the model's. Hidden states are read, and passed on, after a norm.
+    embedding and hidden state. The layer is like the model's layers. Hidden states are read, and passed on, after a
+    norm.
     """
 
-    hidden: int  # width of the residual stream, as in the other model
+    hidden: int  # width of the residual stream, as in the target
     vocab: int  # tokens that it can draft
     eps: float
-    #: The layers of the other model before which the residual stream is read; the number of layers stands for after the
-    #: last one.
+    #: The target's layers before which the residual stream is read; the number of layers means after the last layer.
     taps: tuple[int, ...]
     mixer: KVMixerSpec
     feed_forward: FeedForwardSpec
     names: DraftNames
     joined: bool = False
     hidden_first: bool = False  # the hidden state stands before the embedding
-    own_head: bool = False  # it has an output layer of its own, else it uses the output layer of the other model
-    mapped: bool = False  # its vocabulary is a part of the other model's
+    own_head: bool = False  # it has an output layer of its own, else it uses the target's
+    mapped: bool = False  # its vocabulary is a part of the target's
     unit_offset: bool = False  # the weights of all norms are stored less 1
     norm_before_residual: bool = False  # EAGLE-3: the hidden state is added after its norm, and not before
 
@@ -1137,11 +1136,9 @@ class ModelSpec:
     logit_divisor: float = 1.0
     logit_softcap: float | None = None  # bounds the logits l: softcap tanh(l / softcap)
     unit_offset: bool = False  # the weights of all norms are stored less 1
-    #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
+    #: Beginnings of the names of tensors that checkpoints and updates may have, but that text does not need.
     unused: tuple[str, ...] = ()
-    turned_files: tuple[
-        str, ...
-    ] = ()  # endings of tensors whose files have the last two dimensions the other way round
+    turned_files: tuple[str, ...] = ()  # endings of tensors whose last two dimensions are swapped in files
     tower: TowerSpec | None = None  # the tower of a model that is served with images
     draft: DraftSpec | None = None  # the model that drafts for it
     #: The draft model that checkpoints may have as layers for the prediction of several tokens; see `draft`.

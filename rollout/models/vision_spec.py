@@ -62,7 +62,7 @@ class TowerFamily:
     module: str  # the class of transformers
     #: Each frame of a video stands on its own in a prompt, after a time stamp, so a grid has one frame.
     single_frames: bool
-    #: The prefixes of its tensors; files usually have the first, and a trainer's module has one of them.
+    #: The prefixes of its tensors; files usually have the first, a trainer's module has any.
     beginnings: tuple[str, ...] = ("model.visual.", "visual.")
 
 

@@ -35,7 +35,7 @@ from rollout.models.spec import (
 from rollout.models.vision_spec import TowerFamily
 
 WIDTH = integer(1, 1 << 22)
-#: "auto" is the width of all heads, divided by their number; transformers reads it as this number.
+#: "auto" is the width of all heads, divided by their number, as in transformers.
 HEAD_DIM = Rule("an integer from 1 to 8192, or 'auto'", lambda value: value == "auto" or integer(1, 8192).allows(value))
 STEPS = Rule(
     "two numbers, the first at least 0 and at most the second",
@@ -202,13 +202,13 @@ def linear_by_type(config: Any) -> tuple[bool, ...]:
 
 @by_layer(layer_types=layer_list(str))
 def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
-    """Layers with a window have a rotary embedding, the others none."""
+    """Layers with a window have a rotary embedding, other layers none."""
     return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 @by_layer(layer_types=layer_list(str), sliding_window=WINDOW)
 def ropes_in_windows_if_any(config: Any) -> tuple[str | None, ...]:
-    """The same, if the model has windows; without them all layers have one."""
+    """As `ropes_in_windows`, if the model has windows; without windows all layers have a rotary embedding."""
     kinds = config.layer_types
     return tuple("" if config.sliding_window is None or kind == "sliding_attention" else None for kind in kinds)
 
@@ -276,7 +276,7 @@ def sparse_from(key: str) -> ByLayer[bool]:
     moe_layer_end_index=integer(-1, MOST_LAYERS),
 )
 def sparse_by_interval(config: Any) -> tuple[bool, ...]:
-    """Every n-th layer is sparse, from one layer to another; a last one of -1 is the model's."""
+    """Every n-th layer between two layers is sparse; a last layer of -1 means the model's last layer."""
     count, last = config.num_hidden_layers, config.moe_layer_end_index
     between = range(config.moe_layer_start_index, (count if last == -1 else last + 1))
     return tuple((layer + 1) % config.moe_layer_interval == 0 and layer in between for layer in range(count))
@@ -409,7 +409,7 @@ class IndexerFamily:
     dim: Key = declared(integer(2, 8192), Key("index_head_dim"))
     top_k: Key = declared(integer(1, 1 << 26), Key("index_topk"))
     interleaved: bool = False
-    kinds: ByLayer[str] = all_indexed  # "full": it has an indexer; "shared": it uses the choice of the last one
+    kinds: ByLayer[str] = all_indexed  # "full": it has an indexer; "shared": it uses the choice of the last indexer
 
 
 @by_layer(layer_types=layer_list(str))
@@ -508,7 +508,7 @@ class Family:
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
     #: The number of a head's dimensions that turn; used where `rope_parameters` has no such factor.
     rope_width: Key | None = declared(integer(2, 8192), None)
-    #: `rope_parameters` may be one map: layers with full attention take it, the others only its `rope_theta`.
+    #: `rope_parameters` may be one map: layers with full attention take it, other layers only its `rope_theta`.
     one_rope_map: bool = False
     #: `mrope_section` of `rope_parameters` says how many frequencies take each of three positions: in turns, or one
     #: block of frequencies after the other. The value is what transformers takes where the key is absent.
@@ -539,7 +539,7 @@ class Family:
     embed_scale_rounded: bool = False
     logit_divisor: float | Key = declared(NUMBER, 1.0)
     logit_softcap: Key | None = declared(NUMBER, None)
-    bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
+    bidirectional: Key | None = declared(FLAG, None)  # true: tokens see later tokens, which is refused
     #: Keys that must be false, 0 in all layers or absent: neither transformers nor this code does what they ask for.
     unsupported: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()  # keys of its configs on which no forward depends
