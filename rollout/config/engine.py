@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from rollout.config.section import SettingsSection
 
-#: What ranks divide in attention: the heads, the rows of a step, or the positions of a context.
+#: Attention is divided by heads, by the rows of a step, or by the positions of a context.
 AttentionSplit = Literal["heads", "rows", "context"]
 
 

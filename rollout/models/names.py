@@ -15,7 +15,7 @@ from rollout.models.cut import Cut, CutView
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Sets of views, each of which covers the same parameters once; files usually have the first set."""
+    """Sets of views that each cover the same parameters once; files usually have the first set."""
 
     alternatives: tuple[Mapping[str, torch.Tensor], ...]
     #: An update may leave the region out; then the region keeps its value: trainers hold it in a buffer, and send only

@@ -32,7 +32,7 @@ class LayerState(NamedTuple):
 
 
 class States:
-    """The states of all layers that have one. `layers` has the tensors of each; their first dimension is the place."""
+    """The states of all layers with states. `layers` has the tensors of each; their first dimension is the place."""
 
     layers: Sequence[tuple[torch.Tensor, ...]]
     drafts: DraftInputs | None  # the inputs of a step's drafts, of all layers; with speculation

@@ -1,4 +1,4 @@
-"""A bound ROUTER socket, such as the one for requests, and the queue of work for the thread that polls it."""
+"""A bound ROUTER socket, such as the service's for requests, and the queue of work for its polling thread."""
 
 import contextlib
 import socket
@@ -92,7 +92,7 @@ _HEARTBEATS_MISSED = 3
 def receive_parts(socket: zmq.Socket, max_parts: int, max_bytes: int) -> list[bytes]:
     """The parts of a message after the first one, which the caller has received.
 
-    Parts are kept up to `max_parts`, and until they exceed `max_bytes` together; the others are read and dropped.
+    Parts are kept up to `max_parts`, and until they exceed `max_bytes` together; later parts are read and dropped.
     """
     parts: list[bytes] = []
     size = 0
@@ -113,7 +113,7 @@ def open_router(context: zmq.Context, settings: ServiceSettings, access: Access)
         zmq.ROUTER_HANDOVER: 1,
         zmq.SNDHWM: settings.constants.send_hwm,
         zmq.RCVHWM: RECEIVE_HWM,
-        # Twice the limit: a slightly oversized message gets an error reply; a far larger one is cut off before it
+        # Twice the limit: a slightly oversized message gets an error reply; a far larger message is cut off before it
         # takes memory.
         zmq.MAXMSGSIZE: 2 * settings.max_message_bytes,
         zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,

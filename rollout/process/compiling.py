@@ -22,7 +22,7 @@ class Compilations:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._running = 0
-        self._begun_s = 0.0  # the last one; of many, the end of the last one
+        self._begun_s = 0.0  # the last kernel; of many, the end of the last
 
     def running(self) -> bool:
         """True while a kernel is compiled."""

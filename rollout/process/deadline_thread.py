@@ -1,7 +1,7 @@
 """Calls with a deadline, in a thread that can be abandoned.
 
-Python cannot stop a thread. So a call that misses its deadline keeps its thread until it returns, and the next call
-gets a new thread. The threads are daemons: a stuck one does not delay the end of the process.
+Python cannot stop a thread. A call that misses its deadline keeps its thread until its return; the next call gets a new
+thread. The threads are daemons: a stuck one does not delay the end of the process.
 """
 
 import threading

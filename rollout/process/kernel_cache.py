@@ -1,8 +1,8 @@
 """Compiled kernels in a folder that may be copied, mounted or moved.
 
-Triton lists the files of a kernel by their absolute paths, so it does not find them in a copy of its cache. Here they
-are found beside their list. A kernel that Triton's own folder lacks is read from a second one, which is never written.
-Both hold programs: only use a folder from a source whose code you would run.
+Triton lists a kernel's files by absolute paths, so it finds no file in a copy of its cache. Here they are found beside
+their list. A kernel that Triton's own folder lacks is read from a second one, which is never written. Both hold
+programs: only use a folder from a source whose code you would run.
 """
 
 from __future__ import annotations

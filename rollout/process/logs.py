@@ -98,7 +98,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A line for programs: one JSON object, ASCII only. `trace` is the traceback, if there is one."""
+    """A line for programs: one JSON object, ASCII only. `trace` is the traceback, if any."""
 
     def __init__(self, worker: str) -> None:
         super().__init__()

@@ -67,8 +67,8 @@ class Connections:
     def send(self, peer: ReplyAddress, frames: list[bytes], streams: frozenset[Hashable] = frozenset()) -> bool:
         """Send a message, now or when the connection has room. False if its buffer is full.
 
-        `streams` are those whose chunks it has; `drop_streams` can withdraw it. A closed connection accepts everything:
-        `on_gone` has been called for it.
+        `streams` are the streams whose chunks it has; `drop_streams` can withdraw it. A closed connection accepts
+        everything: `on_gone` has been called for it.
         """
         message = [peer.connection, *join_envelope(peer.delimiter, frames)]
         backlog = self._backlogs.get(peer.connection)
@@ -86,7 +86,8 @@ class Connections:
     def drop_streams(self, connection: bytes, streams: frozenset[Hashable]) -> frozenset[Hashable]:
         """Withdraw the chunks of streams from a connection's backlog. Returns all streams that lost chunks.
 
-        A message may have chunks of other streams, too. These end with it, so that no stream has a gap.
+        A message may have chunks of other streams, too. Such streams end with the connection, so that no stream has a
+        gap.
         """
         backlog = self._backlogs.get(connection)
         if backlog is not None:

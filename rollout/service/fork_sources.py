@@ -102,8 +102,8 @@ class ForkSources(Store[EndedRequest]):
     def prompt(self, client: str, fork: Fork, asked: RequestKey | None = None) -> Prompt:
         """The tokens that this client's `fork` continues. Raises `RolloutError` that names the field.
 
-        `asked` is the source that was in flight when the fork came. If that one was refused, an earlier request with
-        its id does not take its place.
+        `asked` is the source that was in flight when the fork came. If that request was refused, no earlier request
+        with its id takes its place.
         """
         entry = self.running(client, fork)
         if entry is not None and entry.request is not None:

@@ -8,7 +8,7 @@ Invariants:
 - A request in flight ends: by itself, by a cancel, or when the lease of its client does. Its result is in the store
   until the client acknowledges it, as far as the store's limits allow. Errors are not kept, nor are results
   without a token of clients that stayed away: their ids are free again.
-- The engine's key is never used twice, so events of a request that was given up cannot reach a later one.
+- The engine's key is never used twice, so events of an abandoned request cannot reach a later request.
 - After a stop string nothing more of its completion is sent, even if more deltas arrive.
 """
 
@@ -166,7 +166,7 @@ class Generation:
     def cancel_preparing(self) -> None:
         """End the requests whose prompt is still being prepared, for an order that ends all requests.
 
-        The order reaches the engine before these requests do, so it cannot end them there.
+        The order reaches the engine before the requests, so it cannot end them there.
         """
         for entry in self._by_key.values():
             if entry.request is None:
@@ -260,7 +260,7 @@ class Generation:
     # --- from the engine ---------------------------------------------------------------------------------------------
 
     def handle(self, event: Delta | RequestDone | Rejected | Flushed) -> None:
-        """Take an event. An event of an unknown request is ignored; a fault in handling one ends its request."""
+        """Take an event. An event of an unknown request is ignored; a fault in handling an event ends its request."""
         entry = self._by_key.get(event.key)
         if entry is None:
             return

@@ -2,7 +2,7 @@
 
 A client holds a lease while it has requests in flight. It is gone when all connections that carried its messages are
 closed. Its requests end `lease_s` later, unless another message of it arrives. A client without a name is its
-connection; it cannot return, so its lease ends at once.
+connection. It cannot return, so its lease ends at once.
 """
 
 from collections.abc import Callable

@@ -57,7 +57,7 @@ class Vitals:
         self.last_tick_s = time.perf_counter()
 
     def refresh(self, at_once: bool) -> None:
-        """Take a snapshot if one is due, and log the problems that are new in it."""
+        """Take a snapshot when it is due, and log its new problems."""
         now = time.perf_counter()
         if now < self._next_status_s and not at_once:
             return

@@ -1,8 +1,8 @@
 """Decodes tokens to text as they arrive.
 
 Tokens cannot be decoded one by one: a character may consist of several tokens, and some tokenizers decode a token
-differently at the start of a text. So a window of tokens is decoded. It starts where an earlier one was complete, and
-only the text that it adds is new:
+differently at the start of a text. So a window of tokens is decoded. It starts where an earlier text was complete, and
+only the added text is new:
 
     ids      ....... a b c d | e f g            shown: the text of this window that was emitted
              prefix--^       ^--complete        the tail waits until it is a whole character
@@ -21,7 +21,7 @@ _MAX_WINDOW = 4096  # tokens without visible text
 
 
 class Detokenizer:
-    """The text of one completion in pieces; joined, they are the text of all its tokens.
+    """The text of one completion in pieces, which joined are the text of all its tokens.
 
     `decode` turns token ids into text, and bytes that form no character into U+FFFD.
     """

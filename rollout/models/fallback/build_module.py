@@ -41,7 +41,7 @@ def module_class(config: Any, architecture: str) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise refusal("it has an encoder")
     if getattr(config, "quantization_config", None) is not None:
-        raise refusal("its checkpoint is quantized; use one with float32, bfloat16 or float16 weights")
+        raise refusal("its checkpoint is quantized; use a checkpoint with float32, bfloat16 or float16 weights")
     return cls
 
 
@@ -73,8 +73,8 @@ def make_module(cls: Any, config: Any, dtype: torch.dtype, device: torch.device,
 
 
 def max_positions(config: Any) -> int:
-    """The longest context of a model; 128K tokens if its config names none, such as the config of a model with states
-    alone.
+    """The longest context of a model; 128K tokens if its config names no length, such as configs of models with states
+    only.
     """
     text = config.get_text_config()
     named = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]

@@ -66,7 +66,7 @@ class CacheFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleStates(States):
-    """The states of all layers that have one, [R, ...] each."""
+    """The states of all layers with states, [R, ...] each."""
 
     layers: list[tuple[torch.Tensor, ...]]
     drafts: None = None

@@ -1,9 +1,9 @@
 """Our experts in transformers' interface for experts.
 
-transformers keeps the experts of a layer as two stacked tensors and calls the function that the config names. Where the
-experts are those that our kernels know (SiLU on the gate, no biases, gate rows first), these run them. Other experts
-run as in transformers: on a GPU by its grouped product, which reads nothing on the host; on a CPU, where the product
-refuses some widths, one after the other.
+transformers keeps the experts of a layer as two stacked tensors and calls the function that the config names. Our
+kernels run experts of the form that they know: SiLU on the gate, no biases, gate rows first. Other experts run as in
+transformers: on a GPU by its grouped product, which reads nothing on the host; on a CPU, where the product refuses some
+widths, in turn.
 
 Legend: T tokens, K experts a token, H hidden, E experts, I intermediate.
 """
@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 EXPERTS = "rollout_experts"
-#: The grouped product wants rows whose length is a multiple of this, bytes.
+#: The grouped product wants rows of a multiple of so many bytes.
 _ROW_BYTES = 16
 
 

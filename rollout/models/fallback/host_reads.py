@@ -1,6 +1,6 @@
 """Operations of a forward that wait for the device: a step with one cannot be captured as a CUDA graph.
 
-They are found by running the step once and watching its operations, on the device that it will run on.
+Reads are found by running the step once on its device and watching its operations.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and note it if it reads."""
         kwargs = kwargs or {}
-        with self:  # an operation that is made of others: look at these
+        with self:  # an operation made of other operations: look at each of them
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result

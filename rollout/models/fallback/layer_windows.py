@@ -14,7 +14,7 @@ import torch
 #: (batch, head, query position, key position) -> visible; all int64 tensors that are broadcast.
 MaskFunction = Callable[..., torch.Tensor]
 
-#: Query positions at which a mask is compared with its form: beyond all contexts, and odd ones before it.
+#: Query positions at which a mask is compared with its form: one beyond all contexts, and odd positions before it.
 _FARTHEST = 1 << 24
 _QUERIES = (0, 1, 2, 5, 17, 100, 1023, 4097, 20_011, 130_003, 1_048_579, _FARTHEST - 3, _FARTHEST)
 
@@ -26,7 +26,7 @@ class Visible(NamedTuple):
 
 
 def read_mask(function: MaskFunction) -> Visible:
-    """The form of a mask. Raises ValueError with what it does otherwise, if it has neither form."""
+    """The form of a mask. Raises ValueError that describes a mask of neither form."""
     try:
         window = _window(function)
         for query in _QUERIES:

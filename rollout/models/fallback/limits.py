@@ -3,7 +3,7 @@
 A check's few tokens show nothing of a window of 4,096 tokens, or of an indexer that chooses 2,048 positions. So such a
 model is checked once more with small limits: a module of the same class with the first layers, at least one of each
 kind, a part of the vocabulary and narrow feed-forward blocks. Its weights are parts of the model's own, in float32 on
-the CPU. There no rounding changes what an indexer chooses, so any difference is a fault.
+the CPU. In float32 no rounding changes an indexer's choice, so any difference is a fault.
 """
 
 import copy
@@ -109,7 +109,7 @@ def _smaller(value: Any) -> Any:
 
 
 def _try(module: Any, config: Any, name: str, value: Any, shapes: dict[str, torch.Size] | None = None) -> bool:
-    """Set a value of a config, unless no module can be made with it, or one whose tensors have other shapes."""
+    """Set a value of a config, unless no module can be made with it, or its tensors have other shapes."""
     text = config.get_text_config()
     before = vars(text)[name]
     setattr(text, name, value)

@@ -43,7 +43,7 @@ class FallbackSpec:
     architecture: str
     vocab: int
     max_positions: int  # the longest context that the model was made for
-    layers: tuple[LayerFacts, ...]  # those whose attention is ours
+    layers: tuple[LayerFacts, ...]  # layers whose attention is ours
     kv_shapes: tuple[KVShape, ...]  # the KV of a token, for each layer that keeps some
     caches: tuple[LayerCache, ...]  # what each layer keeps in a cache of transformers; none in a packed step
     way: Way
@@ -189,7 +189,7 @@ class _Result(MoeModelOutputWithPast):
 
 
 class _GivenStates(nn.Module):
-    """Stands in for the module without its output layer, or a part of it: returns the hidden states it is given."""
+    """Stands in for the module without its output layer, or for a part of it: returns its input, hidden states."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class _GivenStates(nn.Module):
         raise AttributeError(name)
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Result:
-        """The result of a model whose last hidden states these are."""
+        """The result of a model with these last hidden states."""
         return _Result(last_hidden_state=inputs_embeds)
 
 
@@ -224,7 +224,7 @@ class _Float32Output(nn.Module):
 
 
 def _head_of(module: Any) -> Any:
-    """The module with its base replaced: what it does to hidden states before and after its output layer."""
+    """The module with its base replaced: its operations on hidden states before and after its output layer."""
     output, base = module.get_output_embeddings(), base_of(module)
     names = {id(child): name for name, child in module.named_children()}
     if type(output) is not nn.Linear or id(output) not in names or id(base) not in names:

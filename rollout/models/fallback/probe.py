@@ -2,8 +2,8 @@
 
 Under the name `PROBE` a mask function and an attention function are registered. The mask function makes a mask as
 transformers does and remembers what it means. The attention function notes the shapes of keys and values, and which of
-these masks it got. If a layer's mask is none of them, the layer made its own, and the paged cache cannot serve it. Nor
-can a layer be served that passes more tensors to the function: choices of positions, or biases.
+these masks it got. A layer with another mask made its own, and the paged cache cannot serve it. Nor can a layer be
+served that passes more tensors to the function: choices of positions, or biases.
 """
 
 import inspect
@@ -41,7 +41,7 @@ class LayerFacts:
 class _Notes:
     """The calls that a probe has seen."""
 
-    #: Each mask with what it means, or why it cannot be served.
+    #: Each mask with its meaning, or the reason why it cannot be served.
     masks: list[tuple[torch.Tensor, Visible | ValueError]] = field(default_factory=list)
     layers: dict[nn.Module, LayerFacts] = field(default_factory=dict)
     #: The keys of each layer that keeps its own.
@@ -95,7 +95,7 @@ def _probe_mask(*, q_length: int, kv_length: int, mask_function: MaskFunction, *
 
 
 def _is_whole(given: torch.Tensor | None, mask: torch.Tensor) -> bool:
-    """Whether a layer got this mask, or a slice of all of it."""
+    """Whether a layer got this mask, or a slice of the whole mask."""
     return given is not None and given.shape == mask.shape and given.data_ptr() == mask.data_ptr()
 
 

@@ -4,7 +4,7 @@
     prefill    a prompt's first piece alone; a later piece alone as well, or token by token for all rows together
 
 A piece of several rows has contexts of several lengths. The module gets them with their ends aligned, under a mask that
-hides what lies before a row's first token.
+hides positions before a row's first token.
 
 Legend: T tokens of the step, B rows of a piece, N tokens of each of them, L tokens of the longest context, C chunks.
 """

@@ -141,7 +141,7 @@ def check_start(model: TransformersModel) -> None:
         error = float(torch.cat(parts).max() if exact else torch.cat(parts).median())
         if not error <= tolerance:
             raise ValueError(
-                f"over the paged cache its logits after {kind} differ from those of its own eager attention by "
+                f"over the paged cache its logits after {kind} differ from its own eager attention's by "
                 f"{error:.2g} of their standard deviation ({tolerance:g} is allowed)"
             )
 
@@ -165,7 +165,7 @@ def capture_obstacle(model: TransformersModel) -> str:
 
 def _tokens(model: TransformersModel) -> list[torch.Tensor]:
     most, generator = min(model.spec.vocab, len(model.embed)), torch.Generator().manual_seed(0)
-    # No token twice, as far as there are others: equal keys may be chosen in any order.
+    # No token twice while other tokens are left: equal keys may be chosen in any order.
     orders = [torch.randperm(most, generator=generator).repeat(-(-n // most))[:n] for n in _LENGTHS]
     return [order.to(model.embed.device) for order in orders]
 

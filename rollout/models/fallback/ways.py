@@ -1,4 +1,4 @@
-"""The ways of running a module of transformers over the paged cache, from the fastest one to the most general one.
+"""The ways of running a module of transformers over the paged cache, from the fastest to the most general.
 
 A module gets the first way in which its log-probs equal its own eager forward's (`start`).
 

@@ -28,7 +28,7 @@ class _WithoutCopies(TorchFunctionMode):
 
 
 def own_tensors(module: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and saved buffers by their first names, and the other names of tied ones with the first name."""
+    """Parameters and saved buffers by their first names, and each other name of a tied tensor with its first name."""
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}

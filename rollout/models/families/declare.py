@@ -208,7 +208,7 @@ def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
 
 @by_layer(layer_types=layer_list(str), sliding_window=WINDOW)
 def ropes_in_windows_if_any(config: Any) -> tuple[str | None, ...]:
-    """As `ropes_in_windows`, if the model has windows; without windows all layers have a rotary embedding."""
+    """If the model has windows, see `ropes_in_windows`; otherwise all layers have a rotary embedding."""
     kinds = config.layer_types
     return tuple("" if config.sliding_window is None or kind == "sliding_attention" else None for kind in kinds)
 

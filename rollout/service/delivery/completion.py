@@ -61,7 +61,7 @@ class TokenColumns:
                 self.versions.append((version, count))
 
     def mark_drawn_unknown(self) -> None:
-        """Mark the drawn log-probs of all present tokens as unknown; they read as NaN."""
+        """Mark the drawn log-probs of all present tokens as unknown: NaN."""
         self._drawn_unknown = self.count
 
     def fields(self, start: int = 0) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class RoutingColumn:
         self._count, self._known = end, True
 
     def fields(self, start: int, end: int) -> dict[str, Any]:
-        """The reply field of tokens start..end-1, the newest ones; empty while there are no entries.
+        """The reply field of tokens start..end-1, the newest tokens; empty while there are no entries.
 
         The array is a view, valid until the next `extend`.
         """

@@ -1,8 +1,8 @@
 """Keeps results after they were sent, for clients that lost their connection.
 
 A result stays until its client acknowledges it or the store reaches a limit. At the limit of number or of bytes, the
-client with the most of them loses its oldest result, so one client cannot push out the results of others. The store
-of results keeps the frames of the reply.
+client with the most loses its oldest result, so no client can push out another client's results. The store of results
+keeps the frames of the reply.
 """
 
 from __future__ import annotations

@@ -432,7 +432,9 @@ def _check_generate(request: GenerateMessage) -> None:
     else:
         _check_messages(request.messages)
     if request.detached and request.client is None:
-        raise BadRequest("a detached request needs a 'client' name to fetch its result with; add one", field="client")
+        raise BadRequest(
+            "a detached request needs a 'client' name to fetch its result with; add the name", field="client"
+        )
     if not request.return_routing and request.continue_from is not None and request.continue_from.routing is not None:
         raise BadRequest(
             "'continue_from.routing' needs 'return_routing': set it, or remove the routing", field="return_routing"

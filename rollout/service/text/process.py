@@ -4,8 +4,8 @@
       BackgroundWork's thread  --- the request's own frames --->    decode, render the chat template, tokenize
                          <--- token ids, or an error ----
 
-Chat templates are Python code: a long chat holds Python's lock for a long time. The child gets the frames as the client
-sent them, so the worker does not pack them again. It works on one prompt at a time.
+Chat templates are Python code: a long chat holds Python's lock for a long time. The child gets the client's own frames,
+so the worker does not pack them again. It works on one prompt at a time.
 
 Invariants:
 

@@ -1,4 +1,4 @@
-"""Finds stop strings in the text of one completion: the token that completes one, and the text before it.
+"""Finds stop strings in the text of one completion: the token that completes a stop string, and the text before it.
 
 The match depends on the tokens only, not on how many arrive at a time. The first token after which the text contains a
 stop string ends the completion. If a token completes several strings, the one that begins first counts, then the
@@ -62,7 +62,7 @@ class StopText:
         self._skip = max(0, taken - len(self.text))  # sent before, but not decoded yet
 
     def feed(self, token_ids: Sequence[int]) -> StopMatch | None:
-        """Add tokens. Returns the match, if there is one; do not call `feed` after it."""
+        """Add tokens. Returns the match, if any; do not call `feed` after a match."""
         assert self.match is None and not self._finished, "the completion is over"
         for few in _pieces(token_ids):
             if self.match is None:
