@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scripts.bench.bars import Panel, draw
 from scripts.bench.summaries import Row, rows, summary, value
-from scripts.bench.tables import LEARNING, TASKS, pages
+from scripts.bench.tables import BESIDE_TRL, LEARNING, TASKS, pages
 from scripts.learn.curves import draw_runs
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -171,8 +171,12 @@ def _learning() -> str:
 
 
 def _learning_a_tool() -> str:
-    found = [found for found in rows(TASKS) if found["name"].startswith("calculator")]
+    found = [found for name in TASKS for found in rows(name) if found["name"].startswith("calculator")]
     return draw_runs("SmolLM2-135M-Instruct learns to use a calculator", found)
+
+
+def _learning_beside_trl() -> str:
+    return draw_runs("SmolLM2-135M-Instruct learns to repeat 80 numbers, beside TRL", rows(BESIDE_TRL))
 
 
 CHARTS: Mapping[str, Callable[[], str]] = {
@@ -184,6 +188,7 @@ CHARTS: Mapping[str, Callable[[], str]] = {
     "pipeline": _pipeline,
     "learning": _learning,
     "learning_a_tool": _learning_a_tool,
+    "learning_beside_trl": _learning_beside_trl,
 }
 
 

@@ -34,7 +34,8 @@ def draw_runs(title: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str
         for by, unit, places in _PLACES:
             found = {name: _runs(rows, name, part, places[part], field) for name in shown}
             line.append(Curves(f"{what}, by {by}", unit, {name: runs for name, runs in found.items() if runs}))
-        plots.append(line)
+        if any(plot.series for plot in line):  # not, if no run was evaluated
+            plots.append(line)
     return draw_lines(title, plots)
 
 
