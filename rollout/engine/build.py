@@ -61,18 +61,20 @@ def build_engine(
     progress: Progress = no_progress,
     lead: Lead = alone,
     features: Seq[MakeFeature] = FEATURES,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """An engine that is ready to tick.
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
-    total) while decode steps are captured as CUDA graphs. `lead` is the lead of a tensor group's first rank. Raises
-    ValueError with the numbers when rows, steps or KV do not fit into the device's memory next to the weights.
+    total) while decode steps are captured as CUDA graphs. `lead` is the lead of a tensor group's first rank. `clock`
+    gives the time of deadlines and leases, seconds. Raises ValueError with the numbers when rows, steps or KV do not
+    fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
     memory = memory or sleeping_memory(settings, device, model)
     site = Site(settings, device, model, memory, lead)
     check_model(settings.engine, model)
-    parts = _build_parts(site, version, Memory.begin(site, features), Totals(), progress)
+    parts = _build_parts(site, version, Memory.begin(site, features), Totals(), clock, progress)
     sleeps = parts.executor.orders.memory_of_all(memory)
     return Engine(parts, links, Meter(version=version), sleeps, settings.engine)
 
@@ -131,11 +133,17 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
         for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
     site = Site(settings, executor.device, step.model, memory)
-    engine.restart(_build_parts(site, engine.roster.version, Memory.of(executor), Totals.of(engine.roster)))
+    roster = engine.roster
+    engine.restart(_build_parts(site, roster.version, Memory.of(executor), Totals.of(roster), roster.clock))
 
 
 def _build_parts(
-    site: Site, version: int, memory: Memory, totals: Totals, progress: Progress = no_progress
+    site: Site,
+    version: int,
+    memory: Memory,
+    totals: Totals,
+    clock: Callable[[], float],
+    progress: Progress = no_progress,
 ) -> EngineParts:
     settings, model = site.settings, site.model
     engine = settings.engine
@@ -152,7 +160,7 @@ def _build_parts(
     features = _host_features(executor, version, totals.features)
     mirrors = [feature for feature in features if isinstance(feature, PageMirror)]
     allocator = build_allocator(site, executor, mirrors, totals)
-    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, totals.counters, features)
+    roster = Roster(allocator, engine.max_rows, version, clock, totals.counters, features)
     step = executor.step
     shared = make_shared_pages(model, step.kv, engine, step.shares_pages)
     packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)

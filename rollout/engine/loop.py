@@ -43,7 +43,7 @@ class Engine:
         self, parts: EngineParts, links: EngineLinks, meter: Meter, memory: SleepMemory, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
-        self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)
+        self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0, parts.roster.clock)
         self.parts = parts
         self.gate, self.inbox, self.meter = links.gate, links.inbox, meter
         self.masks = MaskBuilder(settings.mask_s, settings.constants.mask_threads or usual_threads())

@@ -8,7 +8,6 @@ for a feature needs no copy here: the feature takes the update like a command. W
 while generation is held, change elsewhere.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -47,7 +46,7 @@ class Recomputation:
         clock: monotonic seconds.
     """
 
-    def __init__(self, most: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, most: float, clock: Callable[[], float]) -> None:
         self.most = most
         self.clock = clock
         self.spent_s = 0.0  # time spent on prefills of lost KV since the last update

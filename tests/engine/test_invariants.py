@@ -7,7 +7,7 @@ import pytest
 from rollout.engine.messages.to_engine import Cancel
 from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.completion_events import make_delta
-from rollout.engine.sequence.sequence import SequenceState
+from rollout.engine.sequence.sequence import Sequence, SequenceState
 from tests.support.engine.harness import Bench
 from tests.support.kernels.grids import nightly
 
@@ -28,23 +28,16 @@ def stop_token(model, prompt: list[int], at: int) -> int:
 
 def test_a_slot_is_free_only_after_the_commit_that_read_it(model, prompt_of):
     bench = Bench(model)
-    pipeline, scheduler = bench.engine.pipeline, bench.engine.scheduler
-    seen, commit = [], scheduler.commit
-
-    def watched(plan, output):
-        oldest = pipeline.oldest()
-        seen.append(oldest.plan is plan and oldest.slot not in pipeline.free_slots)
-        commit(plan, output)
-
-    scheduler.commit = watched
+    free, seen = bench.engine.pipeline.free_slots, []
+    bench.observer.at_commit.append(lambda step, output: seen.append(step.slot not in free))
     bench.complete("a", prompt_of(9), 20)
     assert len(seen) == 20 and all(seen)
 
 
 def test_slots_are_used_in_turn(model, prompt_of):
     bench = Bench(model)
-    used, acquire = [], bench.engine.pipeline.acquire
-    bench.engine.pipeline.acquire = lambda: used.append(acquire()) or used[-1]
+    used = []
+    bench.observer.at_commit.append(lambda step, output: used.append(step.slot))
     bench.complete("a", prompt_of(9), 20)
     assert used[0] is not used[1] and all(used[i] is used[i % 2] for i in range(len(used)))
 
@@ -66,12 +59,12 @@ def test_retiring_out_of_order_is_refused(model, prompt_of):
 
 
 class RefWatch:
-    """Looks at every sequence after each launch and each tick."""
+    """Looks at every sequence before each commit and after each tick."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.most = 0
-        self.zombies_seen = 0
+        self.zombies: set[Sequence] = set()
 
     def look(self) -> None:
         roster = self.bench.engine.roster
@@ -83,13 +76,12 @@ class RefWatch:
             self.most = max(self.most, seq.inflight_refs)
             assert seq.row and seq.row not in roster.free_rows, "a row in flight belongs to one sequence"
             assert all(roster.allocator.pool.refs[page] > 0 for page in seq.kv.pages), "pages in flight are not free"
-            self.zombies_seen += seq.finalized
+            self.zombies |= {seq} if seq.finalized else set()
 
 
 def run_watched(bench: Bench) -> RefWatch:
     watch = RefWatch(bench)
-    launch = bench.engine.launch
-    bench.engine.launch = lambda *step: (launch(*step), watch.look())  # two steps are in flight only here
+    bench.observer.at_commit.append(lambda step, output: watch.look())  # two steps are in flight only here
     bench.engine.tick()
     while bench.engine.busy:
         watch.look()
@@ -105,7 +97,7 @@ def test_an_early_stop_makes_one_zombie_whose_row_and_pages_stay_until_it_lands(
     watch = run_watched(bench)
     assert bench.tokens("a")[-1] == stop
     assert bench.completions["a", 0].finish.reason == "stop"
-    assert watch.zombies_seen == 1 and bench.engine.roster.counters.zombie_rows == 1
+    assert len(watch.zombies) == 1 and bench.engine.roster.counters.zombie_rows == 1
 
 
 def test_releasing_a_zombie_early_is_seen(model, prompt_of):

@@ -34,9 +34,8 @@ def recomputing(model, receiver, fraction: float = 0.5, **engine) -> Bench:
     """An engine whose steps take one second each, for the share of time that `recompute_fraction` bounds."""
     device = SteppedDevice()
     settings = {"prefill_chunk_tokens": 16, "kv_on_swap": "recompute", "recompute_fraction": fraction, **engine}
-    bench = Bench(model, device, receiver, **settings)
+    bench = Bench(model, device, receiver, clock=lambda: device.now_s, **settings)
     receiver.bench = bench
-    bench.engine.recomputation.clock = lambda: device.now_s
     bench.engine.recomputation.begin([])
     return bench
 

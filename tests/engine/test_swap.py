@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engine.schedule.preemption import change_weights
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, watch_prefills
 from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 
@@ -112,11 +112,7 @@ def test_followers_share_one_prefill_after_a_swap_too(model, prompt_of):
     bench = Bench(model, max_rows=4, prefix_cache=False)
     bench.submit("g", prompt_of(60), 30, n=8)
     bench.ticks(10)
-    sizes, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (
-        plan.kind == "prefill" and sizes.append(plan.tokens),
-        launched(plan),
-    )
+    sizes = watch_prefills(bench)
     change_weights(bench.engine.roster, 1, recompute=False)
     bench.run()
     assert sum(sizes) <= 60 + 3, "four completions had not started: one prompt, and three last tokens"

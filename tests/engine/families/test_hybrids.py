@@ -19,7 +19,7 @@ from tests.support.engine.harness import prompt_of as any_prompt
 from tests.support.engine.kv_shadow import KVShadow, follows
 from tests.support.engine.replay import agrees, replayed
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.streams import LateDevice
+from tests.support.engine.streams import BROKEN_BUS, BrokenBus, LateDevice
 from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.kernels.grids import nightly
@@ -462,19 +462,12 @@ def test_rows_that_end_while_their_states_are_copied_leave_nothing_behind(model,
         assert agrees(hf_models[0], prompt_of(10, i), bench.completions[f"r{i}", 0])
 
 
-@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("direction", ["out", "in"])
 def test_after_a_failed_copy_states_are_computed_again(model, hf_models, direction):
-    bench = hosting(model)
-    mover = bench.engine.executor.state_mover
-    queue = mover.out if direction == "out" else mover.back
-
-    def fail(queue, piece):
-        raise RuntimeError("no such bus")
-
-    queue._copy = fail
+    bench = hosting(model, device=BrokenBus(f"state_{direction}"))
     submit_six(bench)
     bench.run()
-    assert "no such bus" in bench.engine.parts.tier.failure
+    assert BROKEN_BUS in bench.engine.parts.tier.failure
     assert_six(bench, hf_models[0])
 
 

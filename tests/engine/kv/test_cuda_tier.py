@@ -9,7 +9,7 @@ from rollout.engine.device.streams import Device, make_device
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.cuda_harness import no_waiting
 from tests.support.engine.harness import Bench, load
-from tests.support.engine.offloading import host_tier
+from tests.support.engine.offloading import copies_pay, host_tier
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_a_sessions_kv_leaves_and_returns_beside_running_steps(folders, prompt_o
 
 def check_return(bench: Bench, prompt_of, greedy) -> None:
     talk, tier = Conversation(bench, "talk", prompt_of), host_tier(bench).known
-    tier.costs.computed = lambda tokens, seconds: None  # so small a model computes quicker than copies run
+    copies_pay(bench)
     talk.say(150)
     bench.submit("runs", prompt_of(9, 3), 200)
     bench.tick_until(lambda: bench.engine.roster.decoding)
@@ -69,7 +69,7 @@ def check_return(bench: Bench, prompt_of, greedy) -> None:
 def test_moving_known_pages_takes_no_memory_and_synchronises_nothing(folders, prompt_of):
     bench = tiered(folders[0], make_device("cuda"), host_kv_piece_mib=0.2)
     # A model of this size computes pages quicker than it fetches them.
-    host_tier(bench).known.costs.computed = lambda tokens, seconds: None
+    copies_pay(bench)
     prompts = [prompt_of(120, i) for i in range(12)]
     for turn in range(2):  # kernels are loaded at their first use
         for i, prompt in enumerate(prompts):

@@ -29,10 +29,10 @@ from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
-from tests.support.engine.offloading import PAGE, offloading
+from tests.support.engine.offloading import PAGE, copies_pay, offloading
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.streams import LateDevice, random_delays
+from tests.support.engine.streams import BrokenBus, LateDevice, random_delays
 from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
@@ -44,8 +44,7 @@ SMALL = 110  # pages: a third of what the agents hold
 def with_disk(model, folder: Path, host_pages: int = 60, **fields) -> Bench:
     """An engine whose host memory is small, with a folder that is not."""
     bench = offloading(model, host_pages, **{"disk_kv_gib": 0.01, "disk_kv_folder": str(folder), **fields})
-    costs = bench.engine.parts.tier.known.costs
-    costs.computed = lambda tokens, seconds: None  # files would be dear beside so small a model
+    copies_pay(bench)
     return bench
 
 
@@ -153,7 +152,7 @@ def test_new_weights_use_nothing_that_is_on_disk(model, folders, prompt_of, tmp_
     page_bytes = model.spec.kv_bytes_per_token(torch.float32) * PAGE
     fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": 60 * page_bytes / 2**30, "disk_kv_gib": 0.01}
     bench = Sleeping(model, None, Mailbox(), disk_kv_folder=str(tmp_path), **fields)
-    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None
+    copies_pay(bench)
     prompt = prompt_of(50, 1)
     push_out(bench, prompt_of, prompt)
     if level:
@@ -301,7 +300,8 @@ class HangingFiles:
 
 @pytest.mark.parametrize("what", ["update", "broken bus", "cancel", "rows need the host"])
 def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders, prompt_of, greedy, tmp_path, what):
-    bench = with_disk(model, tmp_path, receiver=Mailbox())
+    bus = BrokenBus("kv_out", 10**9)
+    bench = with_disk(model, tmp_path, device=bus, receiver=Mailbox())
     prompt, engine = prompt_of(50, 1), bench.engine
     push_out(bench, prompt_of, prompt)
     files = HangingFiles(tmp_path)
@@ -314,7 +314,7 @@ def test_a_read_is_under_way_when_its_fetch_is_of_no_use_any_more(model, folders
             while engine.roster.version == 0:
                 engine.tick()
         case "broken bus":
-            engine.executor.mover.out.stream.run = lambda work: (_ for _ in ()).throw(RuntimeError("the bus is broken"))
+            bus.left = 0
             bench.submit("other", prompt_of(120, 77), 1)
             while not engine.parts.tier.failure:
                 engine.tick()

@@ -5,7 +5,7 @@ import torch
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.harness import prompt_of as any_prompt
-from tests.support.engine.offloading import PAGE, offloading
+from tests.support.engine.offloading import PAGE, copies_pay, offloading
 from tests.support.engine.streams import InlineDevice
 from tests.support.models.hybrids import make_hybrid
 
@@ -26,7 +26,7 @@ def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_p
     host_gib = 200 * model.spec.state_bytes(torch.float32) / 2**30
     fields = {"kv_pages": 84, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 4, "state_snapshots": 2}
     bench = Bench(model, InlineDevice(), **fields)
-    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None
+    copies_pay(bench)
     talk = prompt_of(50, 1)
     longer = talk + prompt_of(150, 2)
     for name, prompt in (("short", talk), ("long", longer)):
@@ -46,8 +46,7 @@ def test_a_place_for_a_fetch_without_room_takes_no_snapshot_that_was_found(tmp_p
 
 def test_a_session_that_gives_way_for_a_fetch_without_room_is_not_used(model, prompt_of, greedy):
     bench = offloading(model, 400, kv_pages=81)
-    tier = bench.engine.parts.tier.known
-    tier.costs.computed = lambda tokens, seconds: None
+    copies_pay(bench)
     known, begin = prompt_of(100, 1), prompt_of(80, 2)
     bench.complete("known", known, 1)
     for i in range(12):
@@ -83,7 +82,7 @@ def test_pages_without_a_key_are_not_used_once_their_session_gave_way(model, pro
 def test_a_fetch_without_its_half_full_page_begins_with_no_page_that_gave_way(model, greedy):
     """The session that the pages before the fetch are of gives way to the fetch with that page."""
     bench = offloading(model, 400, kv_pages=81)
-    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None
+    copies_pay(bench)
     first = any_prompt(10, 1)
     said = first + greedy(first, 40)
     long = said + any_prompt(31, 9)

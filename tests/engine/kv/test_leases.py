@@ -15,7 +15,7 @@ from rollout.engine.messages.to_engine import EndSession
 from rollout.engine.sequence.sequence_kv import NO_KEYS, SessionKV
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench
-from tests.support.engine.offloading import offloading
+from tests.support.engine.offloading import copies_pay, offloading
 from tests.support.engine.updates import Mailbox, Update
 
 LEASE_S = 1e6
@@ -170,8 +170,7 @@ def test_leases_of_keys_that_never_come_to_the_host_take_no_room():
 @pytest.mark.parametrize("lease_s", [LEASE_S, 0.0])
 def test_kv_under_lease_stays_on_the_host_when_others_fill_it(model, prompt_of, greedy, lease_s):
     bench = offloading(model, 40)
-    tier = bench.engine.parts.tier.known
-    tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
+    copies_pay(bench)
     bench.complete("kept", prompt_of(33, 1), 9, lease_s=lease_s)
     for name, tokens in (("row", 90), ("large", 135)):  # pages of sessions are copied, then all are needed
         bench.complete(name, prompt_of(tokens, tokens), 20)

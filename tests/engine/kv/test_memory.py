@@ -11,7 +11,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.preemption import change_weights
 from rollout.models.batch import KVCache
-from tests.support.engine.harness import Bench, watch_prefills
+from tests.support.engine.harness import Bench, watch_plans, watch_prefills
 
 SAMPLED = {"temperature": 1.0, "seed": 5}
 
@@ -124,18 +124,17 @@ def test_a_full_queue_is_overloaded(model, prompt_of):
 
 def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, prompt_of):
     bench = Bench(model, max_rows=8, kv_pages=400, prefill_chunk_tokens=16)
-    kinds, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (kinds.append((plan.kind, plan.tokens)), launched(plan))
+    plans = watch_plans(bench)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(6, i), 120)
     bench.ticks(10)
-    del kinds[:]
+    plans.clear()
     bench.submit("long", prompt_of(800), 4)
     bench.tick_while(lambda: bench.engine.roster.groups.get(("c", "r0")))
-    steps = [kind for kind, _ in kinds]
+    steps = [plan.kind for plan in plans]
     assert steps.count("prefill") == 800 // 16
     assert not any(a == b == "prefill" for a, b in zip(steps, steps[1:], strict=False))
-    assert all(tokens <= 16 for kind, tokens in kinds if kind == "prefill")
+    assert all(plan.tokens <= 16 for plan in plans if plan.kind == "prefill")
     bench.run()
 
 

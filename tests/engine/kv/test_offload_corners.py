@@ -10,10 +10,14 @@ from tests.support.engine.streams import LateDevice
 
 def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):
     """A sequence returns while its half full page is being copied, writes to it, and is preempted again."""
-    bench = offloading(model, piece_pages=1, page_size=8, kv_pages=22, prefix_cache=False)
-    out, copied, over = bench.engine.executor.mover.out, threading.Event(), threading.Event()
-    copy = out._copy
-    out._copy = lambda *of: (copy(*of), copied.set(), over.wait(60))
+    copied, over = threading.Event(), threading.Event()
+
+    def wait(work):
+        work()
+        copied.set(), over.wait(60)
+
+    bench = offloading(model, 512, 1, LateDevice({}, {"kv_out": wait}), page_size=8, kv_pages=22, prefix_cache=False)
+    out = bench.engine.executor.mover.out
     prompts = [prompt_of(10 + 5 * (i == 3), i) for i in range(4)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60)

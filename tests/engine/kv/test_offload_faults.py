@@ -5,7 +5,7 @@ import pytest
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages.to_engine import Cancel
 from tests.support.engine.offloading import assert_as_if_undisturbed, counts, offloading, submit_six
-from tests.support.engine.streams import LateDevice
+from tests.support.engine.streams import BROKEN_BUS, BrokenBus, LateDevice
 from tests.support.kernels.grids import nightly
 
 
@@ -23,28 +23,13 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
 
 
 @pytest.mark.parametrize("where", ["device", "enqueue"])
-@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("direction", ["out", "in"])
 @pytest.mark.parametrize("piece", [2, *nightly(0)])
 def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, where, piece):
-    bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.001}))
-    queue, left = getattr(bench.engine.executor.mover, direction), [piece]
-
-    def failing(work):
-        def run(*of):
-            left[0] -= 1
-            if left[0] < 0:
-                raise RuntimeError("the bus is broken")
-            work(*of)
-
-        return run
-
-    if where == "device":
-        queue._copy = failing(queue._copy)
-    else:
-        queue.stream.run = failing(queue.stream.run)
+    bench = offloading(model, device=BrokenBus(f"kv_{direction}", piece, enqueued=where == "enqueue"))
     submit_six(bench, prompt_of)
     bench.run()
-    assert "the bus is broken" in bench.engine.parts.tier.failure
+    assert BROKEN_BUS in bench.engine.parts.tier.failure
     assert counts(bench).restored < bench.engine.roster.counters.preemptions
     assert_as_if_undisturbed(bench, model, prompt_of)
 

@@ -17,17 +17,15 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
     if not early:
         monkeypatch.setattr("rollout.engine.schedule.preemption._SOON", 0)
     bench = offloading(model, device=InlineDevice(), page_size=16, kv_pages=21, prefill_chunk_tokens=256)
-    scheduler, went_without = bench.engine.scheduler, 0
-    launched = scheduler.launched
+    went_without = 0
 
-    def watched(plan):
+    def watch(plan):
         nonlocal went_without
         if plan.kind == "decode":
-            due = [seq for seq in scheduler.roster.decoding if seq.launched < seq.max_tokens]
+            due = [seq for seq in bench.engine.roster.decoding if seq.launched < seq.max_tokens]
             went_without += len(due) - plan.rows
-        launched(plan)
 
-    scheduler.launched = watched
+    bench.observer.at_launch.append(watch)
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10 + 2 * i, i), 90)
     bench.run()

@@ -12,7 +12,7 @@ from tests.support.engine.adapted import make_adapters
 from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load
-from tests.support.engine.offloading import offloading
+from tests.support.engine.offloading import copies_pay, offloading
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.streams import LateDevice
 from tests.support.kernels.grids import nightly
@@ -20,9 +20,7 @@ from tests.support.peft_adapters import ALL
 
 
 def host_of(bench: Bench):
-    tier = bench.engine.parts.tier.known
-    tier.costs.computed = lambda tokens, seconds: None  # copies would seem dear beside so small a model
-    return tier.host
+    return copies_pay(bench).host
 
 
 def push_out(bench: Bench, prompt_of) -> None:

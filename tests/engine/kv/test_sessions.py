@@ -260,9 +260,8 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
 
 
 def test_a_lease_counts_from_the_end_of_the_last_turn(model, prompt_of):
-    bench = Bench(model)
     now = [0.0]
-    bench.engine.roster.clock = lambda: now[0]
+    bench = Bench(model, clock=lambda: now[0])
     talks = {name: Conversation(bench, name, prompt_of) for name in ("a", "bb", "ccc")}
     for name, lease_s in (("a", 5.0), ("bb", 50.0), ("ccc", 5.0)):
         talks[name]._fields["session_lease_s"] = lease_s

@@ -19,10 +19,10 @@ from rollout.engine.sequence.sequence import SequenceState
 from tests.support.engine.agents import Agents
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
-from tests.support.engine.offloading import PAGE, offloading
+from tests.support.engine.offloading import PAGE, copies_pay, offloading
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.streams import InlineDevice, LateDevice
+from tests.support.engine.streams import BROKEN_BUS, BrokenBus, InlineDevice, LateDevice
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
@@ -31,9 +31,7 @@ SMALL = 110  # pages: a third of what the agents hold
 
 
 def tier_of(bench: Bench) -> KnownBooks:
-    tier = bench.engine.parts.tier.known
-    tier.costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
-    return tier
+    return copies_pay(bench)
 
 
 def pushed_out(bench: Bench, prompt_of, *prompts: list[int]) -> None:
@@ -213,24 +211,14 @@ def test_pages_can_be_fetched_without_a_sequence(model, prompt_of):
 # --- faults, updates, sleep ---
 
 
-@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("direction", ["out", "in"])
 @pytest.mark.parametrize("piece", [0, 5])
 def test_a_copy_that_fails_ends_in_computing_again(model, undisturbed, direction, piece):
-    bench = offloading(model, 600, 3, kv_pages=SMALL)
+    bench = offloading(model, 600, 3, BrokenBus(f"kv_{direction}", piece), kv_pages=SMALL)
     tier = tier_of(bench)
-    queue, left = getattr(bench.engine.executor.mover, direction), [piece]
-    copy = queue._copy
-
-    def failing(*of):
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("the bus is broken")
-        copy(*of)
-
-    queue._copy = failing
     agents = Agents(bench)
     agents.run()
-    assert "the bus is broken" in bench.engine.parts.tier.failure and tier.host.kept == 0
+    assert BROKEN_BUS in bench.engine.parts.tier.failure and tier.host.kept == 0
     bench.close()
     assert_equal(agents, undisturbed(0))
 
@@ -494,7 +482,7 @@ def test_no_sequence_gets_a_page_before_its_copy_while_the_pool_is_short():
 
 def test_a_turn_that_fills_the_pool_gets_a_row_though_its_last_page_cannot_be_copied(model, prompt_of):
     bench = offloading(model, kv_pages=25)
-    bench.engine.parts.tier.known.costs.computed = lambda tokens, seconds: None  # copies always pay
+    copies_pay(bench)
     bench.complete("first", prompt_of(80), 14)
     pool = bench.engine.roster.allocator.pool
     assert (pool.cached, pool.total) == (24, 24)

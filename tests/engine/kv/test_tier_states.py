@@ -14,9 +14,9 @@ from tests.support.engine.agents import Agents
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.harness import prompt_of as any_prompt
-from tests.support.engine.offloading import PAGE
+from tests.support.engine.offloading import PAGE, copies_pay
 from tests.support.engine.sleeping import Sleeping
-from tests.support.engine.streams import InlineDevice, LateDevice, random_delays
+from tests.support.engine.streams import BROKEN_BUS, BrokenBus, InlineDevice, LateDevice, random_delays
 from tests.support.engine.updated import Load, Updated
 from tests.support.engine.updates import Mailbox
 from tests.support.kernels.grids import checkered, nightly
@@ -51,8 +51,7 @@ def hosting(model, device=None, receiver=None, states: int = 100, make=Bench, **
     host_gib = 2 * states * model.spec.state_bytes(torch.float32) / 2**30
     fields = {"kv_pages": SMALL, "host_kv_gib": host_gib, "page_size": PAGE, "max_rows": 8, "state_snapshots": 8}
     bench = make(model, device, receiver, **{**fields, **engine})
-    costs = bench.engine.parts.tier.known.costs
-    costs.computed = lambda tokens, seconds: None  # late streams would make copies dear
+    copies_pay(bench)
     return bench
 
 
@@ -234,22 +233,12 @@ def test_a_sleep_does_not_wait_for_what_a_fetch_brings_meanwhile(model, level):
     bench.close(check=False)
 
 
-@pytest.mark.parametrize(("direction", "piece"), checkered(["out", "back"], [0, 4]))
+@pytest.mark.parametrize(("direction", "piece"), checkered(["out", "in"], [0, 4]))
 def test_a_state_copy_that_fails_ends_in_computing_again(model, undisturbed, direction, piece):
-    bench = hosting(model)
-    queue, left = getattr(bench.engine.executor.state_mover, direction), [piece]
-    copy = queue._copy
-
-    def failing(*of):
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("the bus is broken")
-        copy(*of)
-
-    queue._copy = failing
+    bench = hosting(model, BrokenBus(f"state_{direction}", piece))
     agents = played(bench, sessions=True)
     tier = bench.engine.parts.tier.known
-    assert "the bus is broken" in bench.engine.parts.tier.failure and tier.states.kept == tier.host.kept == 0
+    assert BROKEN_BUS in bench.engine.parts.tier.failure and tier.states.kept == tier.host.kept == 0
     bench.close()
     assert_equal(agents, undisturbed(0, True))
 

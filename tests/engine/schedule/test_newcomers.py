@@ -17,8 +17,7 @@ class Loop:
 
     def __init__(self, model: Any, prompt_of: Any, **engine: Any) -> None:
         self.now = 0.0
-        self.bench = Bench(model, kv_pages=PAGES + 1, **engine)
-        self.bench.engine.roster.clock = lambda: self.now
+        self.bench = Bench(model, kv_pages=PAGES + 1, clock=lambda: self.now, **engine)
         self.prompt_of = prompt_of
         self.talks = [Conversation(self.bench, name, prompt_of) for name in ("a", "bb")]
         for talk in self.talks:

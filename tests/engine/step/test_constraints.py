@@ -120,17 +120,9 @@ def test_a_token_that_is_not_allowed_ends_the_completion_as_an_error(model, prom
 class Broken(Cycle):
     """A matcher that raises after some tokens, as compiled code does where it was not meant to be."""
 
-    def start(self):
-        place = super().start()
-        fill = place.fill
-
-        def raising(*args):
-            if place.at == 3:
-                raise RuntimeError("not made for this")
-            fill(*args)
-
-        place.fill = raising
-        return place
+    def filling(self, place):
+        if place.at == 3:
+            raise RuntimeError("not made for this")
 
 
 @pytest.mark.parametrize(
@@ -186,11 +178,8 @@ class Slow(Cycle):
         super().__init__(lists)
         self.time, self.seconds = time, seconds
 
-    def start(self) -> CyclePlace:
-        place = super().start()
-        fill = place.fill
-        place.fill = lambda *args: (self.time.sleep(self.seconds), fill(*args))[1]
-        return place
+    def filling(self, place: CyclePlace) -> None:
+        self.time.sleep(self.seconds)
 
 
 def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of):
@@ -275,16 +264,8 @@ class Costly(Cycle):
         super().__init__(lists)
         self.spent_s, self.costs_s = spent_s, costs_s
 
-    def start(self) -> CyclePlace:
-        place = super().start()
-        fill = place.fill
-
-        def spending(*args):
-            self.spent_s[0] += self.costs_s[place.at % len(self.costs_s)]
-            fill(*args)
-
-        place.fill = spending
-        return place
+    def filling(self, place: CyclePlace) -> None:
+        self.spent_s[0] += self.costs_s[place.at % len(self.costs_s)]
 
 
 def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_goes_on(model, prompt_of):
@@ -405,19 +386,11 @@ def test_the_wait_for_masks_is_no_activity(model, prompt_of):
     """A slow host shows as a bubble, not as a busy device."""
 
     class Slow(Cycle):
-        def start(self):
-            place = super().start()
-            fill = place.fill
-
-            def late(*args):
-                forward = threading.Event()
-                bench.engine.executor.compute.run(forward.set)  # after the forward, however late that is
-                assert forward.wait(60)
-                threading.Event().wait(0.02)
-                fill(*args)
-
-            place.fill = late
-            return place
+        def filling(self, place):
+            forward = threading.Event()
+            bench.engine.executor.compute.run(forward.set)  # after the forward, however late that is
+            assert forward.wait(60)
+            threading.Event().wait(0.02)
 
     bench = Bench(model)
     bench.complete("r", prompt_of(9), 20, sampling=SAMPLED, constraint=Slow([X, Y], STOP))

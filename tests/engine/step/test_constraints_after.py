@@ -157,14 +157,13 @@ def test_a_marker_among_drafts_ends_what_counts_of_them(model, prompt_of, refere
 
 def watch_plans(bench: Bench) -> list[tuple[bool, bool]]:
     """A list that gets of each step: does its draw wait for masks, and is every constrained row of it free."""
-    seen, launch = [], bench.engine.launch
+    seen = []
 
-    def watched(plan, planned_s):
+    def watch(plan):
         rows = [span.seq for span in plan.spans if span.draws]
         seen.append((plan.draws_later, all(seq.constraint.free is not None for seq in rows)))
-        launch(plan, planned_s)
 
-    bench.engine.launch = watched
+    bench.observer.at_launch.append(watch)
     return seen
 
 

@@ -11,7 +11,7 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, AlwaysMaskedBudget, Cycle, X, Y
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from tests.support.engine.drafting import drafting
-from tests.support.engine.harness import Bench, prompt_of
+from tests.support.engine.harness import Bench, prompt_of, watch_headers
 
 pytestmark = pytest.mark.gpu
 VOCAB, MARK, STOP = 4001, 7, 5
@@ -73,9 +73,8 @@ def test_free_rows_have_the_bits_of_rows_with_masks_and_nothing_is_compiled_for_
 
 
 def test_free_rows_take_captured_steps_that_wait_for_no_mask(folder):
-    bench, headers = Bench(load_bf16(folder), make_device("cuda"), **SIZES), []
-    execute = bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))[1]
+    bench = Bench(load_bf16(folder), make_device("cuda"), **SIZES)
+    headers = watch_headers(bench)
     for i in range(4):
         sampling = {"temperature": 1.0, "seed": i}
         constraint = AfterMarker(Cycle([X, Y], vocab=VOCAB), IdMarker((VOCAB - 1, VOCAB - 1, VOCAB - 1)))

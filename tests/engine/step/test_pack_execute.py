@@ -9,7 +9,7 @@ import torch
 
 from rollout.engine.schedule.plan import PromptPart, Span, make_plan
 from rollout.engine.upload import Header, Upload
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, watch_headers
 
 SHAPED = {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.3, "logit_bias": ((3, 2.0),)}
 
@@ -76,9 +76,8 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
 
 
 def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_upload(model, prompt_of):
-    bench, forwards = Bench(model), []
-    execute = bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (forwards.append(upload.header), execute(upload, slot))[1]
+    bench = Bench(model)
+    forwards = watch_headers(bench)
     bench.complete("a", prompt_of(20), 4, n=3, sampling={"temperature": 1.0, "seed": 1})
     assert [bool(header.layout) for header in forwards][:1] == [True], "the leader prefills the prompt"
     (shared,) = [header for header in forwards if "init_ints" in header.sections and not header.layout]

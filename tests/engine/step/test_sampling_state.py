@@ -72,9 +72,8 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(model, prompt_of):
 
 
 def test_a_deadline_ends_a_request_with_its_tokens_so_far(model, prompt_of):
-    bench = Bench(model)
     now = [0.0]
-    bench.engine.roster.clock = lambda: now[0]
+    bench = Bench(model, clock=lambda: now[0])
     bench.submit("a", prompt_of(9), 200, deadline_s=5.0)
     bench.submit("b", prompt_of(9), 30, deadline_s=50.0)
     bench.ticks(10)

@@ -85,14 +85,8 @@ def check_all(bench: Bench, asked: dict[str, tuple]) -> int:
 
 def watch_draws(bench: Bench) -> list[bool]:
     """A list that gets of each step that draws: does it wait for masks."""
-    seen, launch = [], bench.engine.launch
-
-    def watched(plan, planned_s):
-        if plan.draws:
-            seen.append(plan.draws_later)
-        launch(plan, planned_s)
-
-    bench.engine.launch = watched
+    seen: list[bool] = []
+    bench.observer.at_launch.append(lambda plan: plan.draws and seen.append(plan.draws_later))
     return seen
 
 

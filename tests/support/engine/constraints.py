@@ -31,6 +31,9 @@ class Cycle:
     def start(self) -> CyclePlace:
         return CyclePlace(self)
 
+    def filling(self, place: CyclePlace) -> None:
+        """Called before each mask."""
+
 
 class CyclePlace(Matcher):
     def __init__(self, cycle: Cycle) -> None:
@@ -47,6 +50,7 @@ class CyclePlace(Matcher):
         return fits
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
+        self.cycle.filling(self)
         AllowList(tuple(self.allowed()), self.cycle.vocab).fill(masks_RW, row)
 
     def undo(self, tokens: int) -> None:

@@ -1,5 +1,6 @@
 """Drives a real engine in the test's own thread: no sockets, no mocks."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from rollout.engine.messages.statuses import EngineStatus
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Delta, Event, RequestDone
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.step_feature import find_feature
+from rollout.engine.schedule.step_feature import StepFeature, find_feature
+from rollout.engine.step.device_feature import DeviceFeature, HostParts
+from rollout.engine.step.pipeline import StepInFlight
+from rollout.engine.upload import Header, StepOutput, UploadStaging
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 from rollout.models.loader import MTP
@@ -79,6 +83,30 @@ class Completion:
         self.deltas += 1
 
 
+class Observer(StepFeature, DeviceFeature[None]):
+    """Calls functions of a test at each launch and each commit, as one more feature of the engine."""
+
+    name = "observer"
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self.at_launch: list[Callable[[Plan], object]] = []  # the step is packed
+        self.at_commit: list[Callable[[StepInFlight, StepOutput], object]] = []  # its tokens are not taken yet
+        self._engine = engine
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> "Observer":
+        return self
+
+    def pack(self, plan: Plan, staging: UploadStaging) -> None:
+        for seen in self.at_launch:
+            seen(plan)
+
+    def commit(self, plan: Plan, output: StepOutput) -> None:
+        step = self._engine().pipeline.oldest()
+        assert step.plan is plan
+        for seen in self.at_commit:
+            seen(step, output)
+
+
 class Bench:
     """An engine with its events collected. `tests/engine/conftest.py` closes those that a test leaves open."""
 
@@ -91,6 +119,7 @@ class Bench:
         receiver=None,
         max_queue: int = 4096,
         features: Sequence[MakeFeature] = FEATURES,
+        clock: Callable[[], float] = time.perf_counter,
         **engine: object,
     ) -> None:
         # A thread that makes masks may wait for a core longer than the usual second.
@@ -102,8 +131,10 @@ class Bench:
         self.device = device or CpuDevice()
         self.links = local_links(self.settings, self.emit, receiver)
         memory = sleeping_memory(self.settings, self.device, model, StrictPages)
+        self.observer = Observer(lambda: self.engine)
+        features = (*features, lambda site: self.observer)
         self.engine: Engine = build_engine(
-            self.settings, self.device, model, self.links, memory=memory, features=features
+            self.settings, self.device, model, self.links, memory=memory, features=features, clock=clock
         )
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
@@ -197,18 +228,22 @@ def load(
 
 def watch_plans(bench: Bench) -> list[Plan]:
     """A list that gets every plan from now on."""
-    plans, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (plans.append(plan), launched(plan))
+    plans: list[Plan] = []
+    bench.observer.at_launch.append(plans.append)
     return plans
+
+
+def watch_headers(bench: Bench) -> list[Header]:
+    """A list that gets the header of every step from now on, when it is committed."""
+    headers: list[Header] = []
+    bench.observer.at_commit.append(lambda step, output: headers.append(step.header))
+    return headers
 
 
 def watch_prefills(bench: Bench) -> list[int]:
     """A list that gets the input tokens of every prefill step from now on."""
-    sizes, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (
-        plan.kind == "prefill" and sizes.append(plan.tokens),
-        launched(plan),
-    )
+    sizes: list[int] = []
+    bench.observer.at_launch.append(lambda plan: plan.kind == "prefill" and sizes.append(plan.tokens))
     return sizes
 
 

@@ -47,13 +47,11 @@ class KVShadow:
             self._disk_keep, self._disk_finished = disk.keep, disk.finished
             if disk.total:
                 disk.keep, disk.finished = self.disk_keep, self.disk_finished
-        self._launched = bench.engine.scheduler.launched
-        bench.engine.scheduler.launched = self.launched
+        bench.observer.at_launch.append(self.launched)
 
     def launched(self, plan: Plan) -> None:
         for seq, start, tokens_in, _, prompt in plan.spans:
             self._write(seq, start, start + tokens_in, plan.version, begins=prompt is not None and not seq.row_ready)
-        self._launched(plan)
 
     def copied_out(self, moves: list[KnownMove], failed: bool) -> list[Sequence]:
         for move in moves:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rollout.engine.kv.tiers.host_tier import HostTier
+from rollout.engine.kv.tiers.known import KnownBooks
 from rollout.engine.kv.tiers.offload import in_host_tier
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench, Completion
@@ -29,6 +30,13 @@ def host_tier(bench: Bench) -> HostTier:
     tier = bench.engine.parts.tier
     assert isinstance(tier, HostTier)
     return tier
+
+
+def copies_pay(bench: Bench) -> KnownBooks:
+    """Have copies and reads pay, however dear they are beside so small a model. Returns the books of known KV."""
+    known = host_tier(bench).known
+    known.costs.worth = 1e12
+    return known
 
 
 def counts(bench: Bench):

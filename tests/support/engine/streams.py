@@ -14,31 +14,66 @@ from rollout.engine.device.streams import CpuDevice, CpuEvent, CpuStream, _Ticke
 class LateStream(CpuStream):
     """Sleeps before each piece of work, for a random time or always the same."""
 
-    def __init__(self, name: str, delay_s: Callable[[], float]) -> None:
-        self._delay_s = delay_s
+    def __init__(
+        self, name: str, delay_s: Callable[[], float], around: Callable[[Callable], None] = lambda work: work()
+    ) -> None:
+        self._delay_s, self._around = delay_s, around
         super().__init__(name)
 
     def run(self, work: Callable[[], object]) -> None:
         def late() -> None:
             time.sleep(self._delay_s())
-            work()
+            self._around(work)
 
         super().run(late)
 
 
 class LateDevice(CpuDevice):
-    """`delays` maps a stream's name to its delay; those not named are on time."""
+    """`delays` maps a stream's name to its delay; those not named are on time. `around` runs the work of a stream."""
 
-    def __init__(self, delays: dict[str, Callable[[], float]]) -> None:
-        self._delays = delays
+    def __init__(
+        self, delays: dict[str, Callable[[], float]], around: dict[str, Callable[[Callable], None]] | None = None
+    ) -> None:
+        self._delays, self._around = delays, around or {}
 
     def stream(self, name: str) -> CpuStream:  # type: ignore[override]
-        return LateStream(name, self._delays.get(name, lambda: 0.0))
+        return LateStream(name, self._delays.get(name, lambda: 0.0), self._around.get(name, lambda work: work()))
 
 
 def random_delays(seed: int, most_s: float = 0.002) -> LateDevice:
     rng = random.Random(seed)
     return LateDevice({name: lambda: rng.random() * most_s for name in ("h2d", "compute", "d2h")})
+
+
+BROKEN_BUS = "the bus is broken"
+
+
+class BrokenBus(LateDevice):
+    """All work on one stream fails, after so many pieces of work; with `enqueued` already where it is enqueued."""
+
+    def __init__(self, broken: str, after: int = 0, enqueued: bool = False) -> None:
+        super().__init__({} if enqueued else {broken: self.take})
+        self.left = after
+        self._refusing = broken if enqueued else ""
+
+    def take(self) -> float:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError(BROKEN_BUS)
+        return 0.0
+
+    def stream(self, name: str) -> CpuStream:  # type: ignore[override]
+        return _RefusingStream(name, self.take) if name == self._refusing else super().stream(name)
+
+
+class _RefusingStream(CpuStream):
+    def __init__(self, name: str, take: Callable[[], float]) -> None:
+        self._take = take
+        super().__init__(name)
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._take()
+        super().run(work)
 
 
 class InlineStream:

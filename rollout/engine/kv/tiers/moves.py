@@ -42,10 +42,13 @@ _WORTH = 8
 
 
 class CopyCosts:
-    """Says whether copying a page is worth more than computing it, see `_WORTH`; True until both are measured."""
+    """Says whether copying a page is worth more than computing it; True until both are measured.
 
-    def __init__(self, page_size: int) -> None:
-        self.pays = True
+    worth: the longest copy of a page, relative to its computation.
+    """
+
+    def __init__(self, page_size: int, worth: float = _WORTH) -> None:
+        self.pays, self.worth = True, worth
         self._page_size = page_size
         self._copies: deque[float] = deque(maxlen=8)  # seconds a page; the first copies of a device are slow
         self._state_copies: deque[float] = deque(maxlen=8)  # seconds a state
@@ -83,4 +86,4 @@ class CopyCosts:
         self.pays = self._worth(self._copies, self._page_size)
 
     def _worth(self, copies: deque[float], tokens: int) -> bool:
-        return not copies or not self._tokens or min(copies) < _WORTH * tokens * self._seconds / self._tokens
+        return not copies or not self._tokens or min(copies) < self.worth * tokens * self._seconds / self._tokens

@@ -25,7 +25,7 @@ from tests.support.engine.cuda_harness import (
     watch_compilation,
 )
 from tests.support.engine.drafting import replayed_drafts, watch_drafts
-from tests.support.engine.harness import Bench, prompt_of
+from tests.support.engine.harness import Bench, prompt_of, watch_headers
 from tests.support.models.draft_heads import head_config, random_head, save_head
 from tests.support.models.every_family import make_mimo
 from tests.support.models.mtp_layers import make_predicting
@@ -118,8 +118,7 @@ def test_deterministic_completions_are_equal_bit_for_bit(folders, monkeypatch, k
 
 def test_its_steps_are_captured_and_wait_for_nothing(folders, monkeypatch):
     bench = Bench(load_drafted(folders), make_device("cuda"), **HEADS)
-    headers, execute = [], bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
+    headers = watch_headers(bench)
     compiled = watch_compilation(monkeypatch)
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(100, i), 200, sampling={"temperature": 1.0, "seed": i})

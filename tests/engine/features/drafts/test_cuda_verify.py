@@ -11,7 +11,7 @@ from rollout.engine.messages.to_engine import PutAdapter
 from scripts.bench.random_adapter import random_adapter
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from tests.support.engine.drafting import drafting
-from tests.support.engine.harness import Bench, prompt_of
+from tests.support.engine.harness import Bench, prompt_of, watch_headers
 
 pytestmark = pytest.mark.gpu
 VOCAB = 4001
@@ -145,8 +145,7 @@ def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch, dra
         bench, _ = drafting(monkeypatch, load_bf16(folder), {}, 1.0, device=make_device("cuda"), **SIZES)
     else:
         bench = Bench(load_bf16(folder), make_device("cuda"), speculation="ngram", **SIZES)
-    headers, execute = [], bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
+    headers = watch_headers(bench)
     compiled = watch_compilation(monkeypatch)
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(100, i), 200, sampling={"temperature": 1.0, "seed": i})

@@ -18,7 +18,7 @@ from tests.engine.features.drafts.test_speculation import (
 from tests.engine.test_invariants import run_watched
 from tests.support.engine.constraints import Cycle
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
-from tests.support.engine.harness import Bench, load, prompt_of
+from tests.support.engine.harness import Bench, load, prompt_of, watch_headers
 from tests.support.engine.offloading import PAGE
 from tests.support.engine.replay import replayed
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
@@ -149,8 +149,7 @@ def test_masks_follow_the_drafts_of_rows_with_a_constraint(model, depth):
 def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, plain, draft_s, later):
     """Cheap drafts are made now and then, to be compared with the tokens; uploads have nothing of drafts."""
     bench = Bench(model, **fixed_costs({1: 1.0, 72: 72.0}, {1: draft_s, 8: draft_s}), speculation="auto")
-    headers, execute = [], bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (headers.append(upload.header), execute(upload, slot))
+    headers = watch_headers(bench)
     submit_all(bench)
     bench.finish()
     assert_same(bench, plain)

@@ -17,7 +17,7 @@ from tests.support.engine.adapted import bench_of, versions_of
 from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
 from tests.support.engine.conversation import Conversation
 from tests.support.engine.drafting import drafting, fixed_costs, row_by_row
-from tests.support.engine.harness import Bench, Completion, load, prompt_of, watch_plans
+from tests.support.engine.harness import Bench, Completion, load, prompt_of, watch_headers, watch_plans
 from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.kernels.grids import nightly
@@ -166,12 +166,11 @@ def test_a_step_without_drafts_is_a_plain_step(model, monkeypatch, plain):
     """A drafter without paths leaves nothing in plans and uploads."""
     bench, drafter = drafting(monkeypatch, model, {}, 0.0, speculation_rows=8)
     drafter.path = lambda *_: []
-    uploads, execute = [], bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (uploads.append(upload.header), execute(upload, slot))
+    headers = watch_headers(bench)
     submit_all(bench)
     bench.run()
     assert_same(bench, plain, exact=True)
-    assert not any({"drafts", "pages", "verified", "paths"} & header.sections.keys() for header in uploads)
+    assert not any({"drafts", "pages", "verified", "paths"} & header.sections.keys() for header in headers)
 
 
 def test_refused_drafts_leave_no_kv_that_others_find(model, monkeypatch, plain):

@@ -15,7 +15,7 @@ from rollout.engine.messages.to_engine import Cancel, StopAt
 from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, watch_headers, watch_plans
 from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
@@ -106,9 +106,8 @@ def test_equal_logits_have_the_rank_of_the_first():
 
 
 def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model, prompt_of):
-    bench, told = Bench(model), []
-    execute = bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (told.append(upload.header), execute(upload, slot))
+    bench = Bench(model)
+    told = watch_headers(bench)
     for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
         bench.complete(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
     asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_scores(header).narrow).scored]
@@ -235,14 +234,9 @@ def test_pages_of_a_scored_prompt_are_found_by_others(model, prompt_of):
 
 def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
     bench = Bench(model, max_rows=3, prefill_chunk_tokens=10)
-    prompt, scored = prompt_of(33), []
-    execute = bench.engine.executor.execute
-    bench.engine.executor.execute = lambda upload, slot: (
-        scored.extend(span.scored for span in asked_scores(upload.header).spans),
-        execute(upload, slot),
-    )
+    prompt, headers = prompt_of(33), watch_headers(bench)
     bench.complete("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
-    assert sum(scored) == 32
+    assert sum(span.scored for header in headers for span in asked_scores(header).spans) == 32
     for index in range(5):
         done = bench.completions["g", index]
         check_tops(done, prompt, 3, hf_models[0])
@@ -445,8 +439,7 @@ def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of)
     d2h, downloads = bench.engine.executor.d2h, []
     run = d2h.run
     d2h.run = lambda work: (downloads.append(work), run(work))
-    steps, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (steps.append(plan), launched(plan))
+    steps = watch_plans(bench)
     bench.complete("plain", prompt_of(20), 10)
     assert len(downloads) == len(steps) > 5
     bench.submit("asks", prompt_of(30, 1), 4, top_logprobs=1)
