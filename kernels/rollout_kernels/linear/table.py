@@ -1,6 +1,4 @@
-"""The kernel and configuration of products with few rows: a table measured by `scripts/tune/linear.py`.
-
-Qwen3 was measured on an H200, Qwen3.5 on an H100.
+"""The kernel and configuration of products with few rows: `table.json`, measured by `scripts/tune/linear.py`.
 
 An entry is a list of bands: a number of rows, and the configuration for products with up to that many rows. Above the
 last band cuBLAS computes the product. There are four columns:
@@ -17,8 +15,10 @@ A shape that is not in a column gets the configuration that was best for most me
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import Literal
+from importlib.resources import files
+from typing import Any, Literal
 
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_linear import LinearConfig
@@ -38,10 +38,10 @@ _MOST_SHORT_OUTPUTS = 4096
 _MOST_LOADS = 64
 
 
-def _pipelined(split: int, block_n: int = 64, block_k: int = 128) -> Bands:
+def _pipelined(split: int, block_k: int) -> Bands:
     """One program a multiprocessor. With more rows, tiles have fewer inputs, since x needs shared memory too."""
-    few = LinearConfig(block_n, block_k, split, 4, 6, _PROGRAMS)
-    many = LinearConfig(block_n, min(block_k, 64), split, 4, 8, _PROGRAMS)
+    few = LinearConfig(64, block_k, split, 4, 6, _PROGRAMS)
+    many = LinearConfig(64, min(block_k, 64), split, 4, 8, _PROGRAMS)
     return (32, few), (MOST_ROWS, many)
 
 
@@ -60,126 +60,23 @@ def _streamed_codes(*bands: tuple[int, int, int, int, int, int], stagger: bool =
     )
 
 
-_HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
-#: The columns: bands by outputs, inputs and kind.
-FAST: dict[tuple[int, int, Kind], Bands] = {
-    # Qwen3-8B
-    (6144, 4096, "parts"): (
-        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
-        *_streamed(1, (8, 64, 128, 11, 132), (32, 64, 128, 8, 132)),
-        *_streamed(2, (MOST_ROWS, 128, 64, 6, 96)),
-    ),
-    (4096, 4096, "parts"): (
-        (1, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
-        *_streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
-    ),
-    (24576, 4096, "silu"): (
-        (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
-        *_streamed(1, (8, 64, 256, 5, 132), (32, 64, 128, 8, 132), stagger=True),
-        *_streamed(1, (MOST_ROWS, 192, 64, 5, 132)),
-    ),
-    (4096, 12288, "parts"): (
-        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=8)),
-        *_streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
-    ),
-    (151936, 4096, "whole"): (
-        (2, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
-        *_streamed(1, (8, 192, 128, 4, 132), (64, 128, 128, 5, 132)),
-    ),
-    # Qwen3-30B-A3B
-    (5120, 2048, "parts"): (
-        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
-        (4, LinearConfig(64, 128, 1, 4, 6, _PROGRAMS)),
-        *_streamed(4, (8, 128, 128, 6, 96)),
-        *_streamed(2, (32, 64, 128, 8, 128)),
-        (MOST_ROWS, LinearConfig(128, 64, 2, 8, 6, 132, True)),
-    ),
-    (2048, 4096, "parts"): (
-        *_streamed(2, (1, 64, 128, 11, 132)),
-        *_streamed(4, (32, 64, 128, 8, 132), (MOST_ROWS, 64, 64, 6, 128)),
-    ),
-    (128, 2048, "parts"): ((MOST_ROWS, LinearConfig(64, 128, 16, 4, 2, _PROGRAMS)),),  # the router
-    (151936, 2048, "whole"): (
-        (2, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
-        *_streamed(1, (8, 192, 128, 4, 132), (32, 64, 128, 4, 264), (64, 128, 128, 5, 132)),
-    ),
-    # Qwen3-0.6B: measured up to 8 rows. Above as in no entry.
-    (1024, 3072, "parts"): (
-        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=4)),
-        *_streamed(6, (8, 64, 64, 8, 132)),
-        *_streamed(8, (32, 64, 128, 8, 132), (64, 64, 128, 6, 132), (MOST_ROWS, 64, 64, 8, 132)),
-    ),
-    # Qwen3.5-27B: measured above 64 rows, where cuBLAS is faster for outputs of attention. Below as in no entry.
-    (16480, 5120, "whole"): (
-        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132), (MOST_ROWS, 128, 64, 6, 132)),
-    ),
-    (5120, 6144, "parts"): (
-        (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
-        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132)),
-    ),
-    (34816, 5120, "silu"): (
-        (1, GemvConfig(1, neurons=1, at_once=4, num_warps=4)),
-        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132), stagger=True),
-        *_streamed(1, (MOST_ROWS, 128, 64, 6, 96)),
-    ),
-    (5120, 17408, "parts"): (
-        *_streamed(1, (32, 64, 128, 8, 132), (64, 64, 64, 8, 132)),
-        *_streamed(2, (MOST_ROWS, 128, 64, 6, 132)),
-    ),
-}
-#: `fp8_block` alone, measured on an H200.
-CODED: dict[tuple[int, int, Kind], Bands] = {
-    # Qwen3-8B
-    (6144, 4096, "parts"): (
-        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        *_streamed_codes((8, 128, 8, 4, 3, 396), (16, 64, 4, 4, 5, 396), (32, 64, 4, 4, 3, 528)),
-        *_streamed_codes((64, 128, 4, 4, 3, 264), (MOST_ROWS, 128, 2, 8, 4, 132)),
-    ),
-    (4096, 4096, "parts"): (
-        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=4)),
-        *_streamed_codes((8, 128, 8, 4, 5, 264), (16, 64, 8, 4, 4, 528), (32, 64, 4, 4, 6, 264)),
-        *_streamed_codes((64, 64, 4, 4, 4, 264), (MOST_ROWS, 64, 2, 4, 5, 132)),
-    ),
-    (24576, 4096, "silu"): (
-        (1, GemvConfig(1, neurons=1, at_once=4, num_warps=4)),
-        *_streamed_codes((8, 64, 1, 4, 7, 396), (16, 64, 1, 4, 5, 396), (32, 128, 1, 4, 4, 264), stagger=True),
-        *_streamed_codes((64, 128, 1, 4, 3, 264), (MOST_ROWS, 64, 1, 4, 5, 132), stagger=True),
-    ),
-    (4096, 12288, "parts"): (
-        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=4)),
-        *_streamed_codes((8, 64, 8, 4, 5, 528), (16, 64, 6, 4, 5, 396), (32, 64, 4, 4, 6, 264)),
-        *_streamed_codes((64, 128, 8, 4, 3, 264), (MOST_ROWS, 128, 4, 8, 4, 132)),
-    ),
-}
-#: `fp8_block`, and activations as codes, measured on an H200.
-BOTH_CODED: dict[tuple[int, int, Kind], Bands] = {
-    # Qwen3-8B
-    (6144, 4096, "parts"): _streamed_codes((64, 64, 4, 4, 4, 396), (MOST_ROWS, 64, 2, 4, 4, 264), both=True),
-    (4096, 4096, "parts"): _streamed_codes((64, 64, 4, 4, 6, 264), (MOST_ROWS, 64, 4, 4, 4, 264), both=True),
-    (24576, 4096, "silu"): _streamed_codes(
-        (64, 64, 1, 4, 4, 396), (MOST_ROWS, 192, 1, 8, 5, 132), stagger=True, both=True
-    ),
-    (4096, 12288, "parts"): _streamed_codes((64, 64, 6, 4, 4, 396), (MOST_ROWS, 64, 4, 4, 4, 264), both=True),
-}
-DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
-    # Qwen3-8B
-    (6144, 4096, "parts"): _pipelined(1),
-    (4096, 4096, "parts"): _pipelined(2),
-    (24576, 4096, "silu"): (
-        (64, LinearConfig(64, 128, 1, 4, 6, 132)),
-        (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192)),
-    ),
-    (4096, 12288, "parts"): _pipelined(2),
-    (151936, 4096, "whole"): _HEAD,
-    # Qwen3-1.7B
-    (12288, 2048, "silu"): (
-        (32, LinearConfig(128, 64, 1, 4, 6, _PROGRAMS)),
-        (MOST_ROWS, LinearConfig(64, 64, 1, 4, 4, 192)),
-    ),
-    # Qwen3-30B-A3B
-    (151936, 2048, "whole"): _HEAD,
-}
+def _column(entries: list[dict[str, Any]]) -> dict[tuple[int, int, Kind], Bands]:
+    """A column of the table that comes with the package: bands by outputs, inputs and kind."""
+    bands_of = {}
+    for entry in entries:
+        outputs, inputs, kind = entry["shape"]
+        bands_of[outputs, inputs, kind] = tuple((band["rows"], _config(band)) for band in entry["bands"])
+    return bands_of
+
+
+def _config(band: dict[str, Any]) -> Config:
+    return GemvConfig(**band["by_output"]) if "by_output" in band else LinearConfig(**band["tiles"])
+
+
+_TABLE = json.loads(files("rollout_kernels.linear").joinpath("table.json").read_text(encoding="utf-8"))["columns"]
+FAST, CODED, BOTH_CODED, DETERMINISTIC = (
+    _column(_TABLE[name]) for name in ("fast", "coded", "both_coded", "deterministic")
+)
 
 
 def linear_config(
@@ -297,7 +194,7 @@ def _other_order(outputs: int, inputs: int, kind: Kind) -> Bands:
         return ()
     if kind == "whole":
         return ((64, LinearConfig(128, cut[1], 1, 4, 4, _PROGRAMS)),)
-    return _pipelined(cut[0], block_k=cut[1])
+    return _pipelined(*cut)
 
 
 def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
