@@ -526,8 +526,7 @@ class FusedDecoder:
             return gated_linear(x_TH, weights, config, activation)
         codes = self._codes and self._products[block.gate_up_proj].takes_codes
         if self._tiles is not None and not codes and _gates_many(block.spec, x_TH.device, x_TH.dtype):
-            weight_2IH = dense(weights, x_TH.dtype)
-            return gluon_experts.dense(x_TH, self._tiles, weight_2IH, silu=True, at_once=8)
+            return gluon_experts.padded_gate_up(x_TH, self._tiles, dense(weights, x_TH.dtype)[None], at_once=8)
         gate_up, width = self._many(x_TH, block.gate_up_proj), block.spec.intermediate
         down = self._products[block.down_proj]
         codes = self._codes and down.takes_codes and self._configs[down] is None

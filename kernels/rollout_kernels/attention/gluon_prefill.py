@@ -5,8 +5,8 @@
     1 warp          producer: asks the copy engine for queries, and for tiles of keys and values
 
 An item is 128 queries of a chunk and one query head. A consumer starts the scores of a tile and the sums of the tile
-before it, and computes the softmax while the tensor cores work on the sums. With PINGPONG, the two consumers start
-their products alternately: one computes its softmax while the products of the other run. Tiles are taken from the
+before it, and computes the softmax while the tensor cores work on the sums. The two consumers start their
+products in turns: one computes its softmax while the products of the other run. Tiles are taken from the
 diagonal down, so only the first tiles need a mask; with a window all of them have one.
 
 Programs are persistent and take the items of `triton_gathered_items`, the longest first, in the order 0 .. P - 1,
@@ -37,6 +37,8 @@ from rollout_kernels.common.gluon_copy import load_tile
 
 #: The head dimension that the kernel takes.
 HEAD_DIM = 128
+#: Tiles of keys, and of values, in shared memory.
+_STAGES = 2
 
 
 @gluon.jit
@@ -60,12 +62,9 @@ def _snake(step, programs, program):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc,
-    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars,
-    items_ptr,
-    blocks, rows, group,
-    H: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, shared, items_ptr, blocks, rows, group, H: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
+    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars = shared
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     D: gl.constexpr = k_smem.shape[2]
@@ -118,34 +117,22 @@ def _soften(
 
 
 @gluon.jit
-def _start_products(pingpong_bars, count, HALF: gl.constexpr, PINGPONG: gl.constexpr):
-    if PINGPONG:
-        mbarrier.wait(pingpong_bars.index(HALF), (count & 1) ^ (1 - HALF))
-
-
-@gluon.jit
-def _end_products(pingpong_bars, PINGPONG: gl.constexpr, HALF: gl.constexpr):
-    if PINGPONG:
-        mbarrier.arrive(pingpong_bars.index(1 - HALF))
-
-
-@gluon.jit
 def _advance(
-    q_tile, k_smem, v_smem, k_bars, v_bars, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position,
-    window,
-    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    q_tile, shared, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position, window,
+    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of the tile `count`, and meanwhile the sums of the tile before it, whose weights are `weight`."""
+    _, k_smem, v_smem, _, k_bars, v_bars = shared
     S: gl.constexpr = acc.type.layout
     stage = count % STAGES
     last = (count + STAGES - 1) % STAGES
     mbarrier.wait(k_bars.index(stage), (count // STAGES) & 1)
-    _start_products(pingpong_bars, count, HALF, PINGPONG)
+    mbarrier.wait(pingpong_bars.index(HALF), (count & 1) ^ (1 - HALF))
     zero = gl.zeros([64, 128], gl.float32, S)
     score = warpgroup_mma(q_tile, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_bars.index(last), ((count - 1) // STAGES) & 1)
     acc = warpgroup_mma(weight, v_smem.index(last), acc, is_async=True)
-    _end_products(pingpong_bars, PINGPONG, HALF)
+    mbarrier.arrive(pingpong_bars.index(1 - HALF))
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_bars.index(STAGES + stage))
     soft, peak, total, keep = _soften(score, peak, total, scale_log2, tile, position, window, HAS_WINDOW, MASKED, HALF)
@@ -158,11 +145,12 @@ def _advance(
 
 @gluon.jit
 def _consume(
-    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, pingpong_bars,
+    shared, pingpong_bars,
     out_ptr, items_ptr,
     blocks, window, scale_log2,
-    HALF: gl.constexpr, H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    HALF: gl.constexpr, H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars = shared
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     D: gl.constexpr = k_smem.shape[2]
@@ -179,13 +167,13 @@ def _consume(
             # The first tile has no sums before it.
             stage = count % STAGES
             mbarrier.wait(k_bars.index(stage), (count // STAGES) & 1)
-            _start_products(pingpong_bars, count, HALF, PINGPONG)
+            mbarrier.wait(pingpong_bars.index(HALF), (count & 1) ^ (1 - HALF))
             acc = gl.zeros([64, D], gl.float32, S)
             score = warpgroup_mma(
                 q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, 128], gl.float32, S), use_acc=False,
                 is_async=True,
             )  # fmt: skip
-            _end_products(pingpong_bars, PINGPONG, HALF)
+            mbarrier.arrive(pingpong_bars.index(1 - HALF))
             score = warpgroup_mma_wait(0, deps=(score,))
             mbarrier.arrive(k_bars.index(STAGES + stage))
             peak = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, S))
@@ -202,15 +190,15 @@ def _consume(
             for back in range(seen, end - 1):
                 tile = end - 2 - (back - seen)
                 weight, acc, peak, total = _advance(
-                    q_tile, k_smem, v_smem, k_bars, v_bars, pingpong_bars, count, weight, acc, peak, total, scale_log2,
-                    tile, position, window, HAS_WINDOW, True, HALF, STAGES, PINGPONG,
+                    q_tile, shared, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position, window,
+                    HAS_WINDOW, True, HALF, STAGES,
                 )  # fmt: skip
                 count += 1
             for back in range(begin, seen):
                 tile = seen - 1 - (back - begin)
                 weight, acc, peak, total = _advance(
-                    q_tile, k_smem, v_smem, k_bars, v_bars, pingpong_bars, count, weight, acc, peak, total, scale_log2,
-                    tile, position, window, HAS_WINDOW, False, HALF, STAGES, PINGPONG,
+                    q_tile, shared, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position, window,
+                    HAS_WINDOW, False, HALF, STAGES,
                 )  # fmt: skip
                 count += 1
             last = (count + STAGES - 1) % STAGES
@@ -233,7 +221,7 @@ def _consume(
 def _attention_kernel(
     q_desc, k_desc, v_desc, out_ptr, items_ptr,
     blocks, rows, window, scale_log2, group,
-    H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, num_warps: gl.constexpr,
+    H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
@@ -253,33 +241,22 @@ def _attention_kernel(
         mbarrier.init(k_bars.index(STAGES + stage), count=2)
         mbarrier.init(v_bars.index(STAGES + stage), count=2)
     fence_async_shared()
+    shared = (q_smem, k_smem, v_smem, q_bars, k_bars, v_bars)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (
-                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, pingpong_bars, out_ptr, items_ptr, blocks,
-                    window, scale_log2, 0, H, HAS_WINDOW, STAGES, PINGPONG,
-                ),
+                (shared, pingpong_bars, out_ptr, items_ptr, blocks, window, scale_log2, 0, H, HAS_WINDOW, STAGES),
             ),
             (
                 _consume,
-                (
-                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, pingpong_bars, out_ptr, items_ptr, blocks,
-                    window, scale_log2, 1, H, HAS_WINDOW, STAGES, PINGPONG,
-                ),
+                (shared, pingpong_bars, out_ptr, items_ptr, blocks, window, scale_log2, 1, H, HAS_WINDOW, STAGES),
             ),
-            (
-                _produce,
-                (
-                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, items_ptr, blocks, rows,
-                    group, H, STAGES,
-                ),
-            ),
+            (_produce, (q_desc, k_desc, v_desc, shared, items_ptr, blocks, rows, group, H, STAGES)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 def gathered_attention(
@@ -290,8 +267,6 @@ def gathered_attention(
     *,
     scale: float,
     window: int | None,
-    stages: int = 2,
-    pingpong: bool = True,
     programs: int = 132,
 ) -> torch.Tensor:
     """Causal attention of chunks of prompts over their contexts, [T, H, D]; undefined for tokens of no chunk.
@@ -303,8 +278,6 @@ def gathered_attention(
         items_BW: from `prefill_items`, for the same chunks and window.
         scale: positive factor of the scores.
         window: as for `prefill_items`.
-        stages: tiles of keys, and of values, in shared memory.
-        pingpong: the two consumers start their products alternately.
         programs: multiprocessors to use.
     """
     tokens, heads, dim = q_THD.shape
@@ -318,6 +291,6 @@ def gathered_attention(
         TensorDescriptor.from_tensor(k_GND.view(kv_heads * rows, dim), [TILE, dim], layout),
         TensorDescriptor.from_tensor(v_GND.view(kv_heads * rows, dim), [TILE, dim], layout), out_THD, items_BW,
         items_BW.shape[0], rows, window or 0, scale * math.log2(math.e), heads // kv_heads,
-        H=heads, HAS_WINDOW=window is not None, STAGES=stages, PINGPONG=pingpong, num_warps=4,
+        H=heads, HAS_WINDOW=window is not None, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip
     return out_THD

@@ -35,6 +35,7 @@ from rollout_kernels.common.gluon_copy import load_tile, store_tile
 from rollout_kernels.moe.triton_padded_groups import ALIGN, MOST_EXPERTS, TILE, PaddedGroups
 
 _BLOCK_N, _BLOCK_K = 256, 64
+_STAGES = 4  # stages of the ring
 
 
 @gluon.jit
@@ -51,13 +52,8 @@ def _tile_of(tiles_ptr, item, tiles, columns, at_once):
 
 
 @gluon.jit
-def _produce(
-    x_desc, w_desc,
-    x_smem, w_smem, full, empty,
-    tiles_ptr,
-    tiles, columns, at_once, steps,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
-):  # fmt: skip
+def _produce(x_desc, w_desc, x_smem, w_smem, work, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr):
+    full, empty, tiles_ptr, tiles, columns, at_once, steps = work
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     HALF: gl.constexpr = 64 * BLOCK_K * 2
@@ -101,12 +97,10 @@ def _put(out_desc, out_smem, row, column, value):
 
 @gluon.jit
 def _consume(
-    out_desc, scales_ptr,
-    x_smem, w_smem, out_smem, full, empty,
-    tiles_ptr,
-    tiles, columns, at_once, steps,
-    HALF: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, SCALED: gl.constexpr,
+    out_desc, scales_ptr, x_smem, w_smem, out_smem, work,
+    HALF: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr,
 ):  # fmt: skip
+    full, empty, tiles_ptr, tiles, columns, at_once, steps = work
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -132,15 +126,14 @@ def _consume(
                 gate, up = _halves(acc)
                 _put(out_desc, out_smem, at, column * 128, gate / (1.0 + gl.exp(-gate)) * up)
             else:
-                if SCALED:
-                    most = gl.max(gl.abs(acc), axis=1)
-                    # Bits of the power of two below the largest value, at least 2^-112.
-                    power = gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23)
-                    factor = ((141 << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)  # 2^14 over it
-                    acc = acc * gl.expand_dims(factor, 1)
-                    scale = (power - (14 << 23)).to(gl.float32, bitcast=True)
-                    m = at + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-                    gl.store(scales_ptr + m * columns + column, scale)
+                most = gl.max(gl.abs(acc), axis=1)
+                # Bits of the power of two below the largest value, at least 2^-112.
+                power = gl.maximum(most.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23)
+                factor = ((141 << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)  # 2^14 over it
+                acc = acc * gl.expand_dims(factor, 1)
+                scale = (power - (14 << 23)).to(gl.float32, bitcast=True)
+                m = at + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+                gl.store(scales_ptr + m * columns + column, scale)
                 low, high = _halves(acc)
                 _put(out_desc, out_smem, at, column * 256, low)
                 _put(out_desc, out_smem, at, column * 256 + 128, high)
@@ -158,7 +151,7 @@ def _consume(
 def _experts_kernel(
     x_desc, w_desc, out_desc, scales_ptr, tiles_ptr, total_ptr,
     columns, at_once, steps,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, SCALED: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SILU: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BLOCK_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
@@ -170,33 +163,16 @@ def _experts_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     tiles = gl.load(total_ptr)
+    work = (full, empty, tiles_ptr, tiles, columns, at_once, steps)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    out_desc, scales_ptr, x_smem, w_smem, out_smem.index(0), full, empty, tiles_ptr, tiles,
-                    columns, at_once, steps, 0, STAGES, SILU, SCALED,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    out_desc, scales_ptr, x_smem, w_smem, out_smem.index(1), full, empty, tiles_ptr, tiles,
-                    columns, at_once, steps, 1, STAGES, SILU, SCALED,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    x_desc, w_desc, x_smem, w_smem, full, empty, tiles_ptr, tiles,
-                    columns, at_once, steps, BLOCK_K, STAGES, SILU,
-                ),
-            ),
+            (_consume, (out_desc, scales_ptr, x_smem, w_smem, out_smem.index(0), work, 0, STAGES, SILU)),
+            (_consume, (out_desc, scales_ptr, x_smem, w_smem, out_smem.index(1), work, 1, STAGES, SILU)),
+            (_produce, (x_desc, w_desc, x_smem, w_smem, work, BLOCK_K, STAGES, SILU)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 def _layout(rank: int) -> gl.NVMMASharedLayout:
@@ -215,58 +191,41 @@ def takes(device: torch.device, dtype: torch.dtype, experts: int, hidden: int, i
 
 
 def padded_gate_up(
-    x_RH: torch.Tensor, groups: PaddedGroups, w_EGH: torch.Tensor, *, stages: int = 4, programs: int = 132
+    x_RH: torch.Tensor, groups: PaddedGroups, w_EGH: torch.Tensor, *, programs: int = 132, at_once: int | None = None
 ) -> torch.Tensor:
     """The gated activations of all rows, [R, I].
 
     Args:
         x_RH: from `spread_rows`.
-        groups: from `pad_groups`.
+        groups: from `pad_groups`, or of a dense layer, which is one expert, from `all_rows`.
         w_EGH: gate rows, then up rows, of all experts, contiguous.
-        stages: stages of the ring.
         programs: multiprocessors to use.
+        at_once: blocks of 256 weight rows that are computed for all rows before the next ones; None: all.
     """
     experts, outputs, hidden = w_EGH.shape
     inner = outputs // 2
     h_RI = x_RH.new_empty(x_RH.shape[0], inner)
-    weights = TensorDescriptor(
-        w_EGH,
-        [experts, 2, inner, hidden],
-        [outputs * hidden, inner * hidden, hidden, 1],
-        [1, 2, 128, _BLOCK_K],
-        _layout(4),
-    )
-    _launch(x_RH, weights, h_RI, None, groups, inner // 128, stages, programs, silu=True)
+    shape, strides = [experts, 2, inner, hidden], [outputs * hidden, inner * hidden, hidden, 1]
+    weights = TensorDescriptor(w_EGH, shape, strides, [1, 2, 128, _BLOCK_K], _layout(4))
+    _launch(x_RH, weights, h_RI, None, groups, inner // 128, programs, at_once)
     return h_RI
 
 
 def padded_down(
-    h_RI: torch.Tensor,
-    groups: PaddedGroups,
-    w_EHI: torch.Tensor,
-    *,
-    scaled: bool = True,
-    stages: int = 4,
-    programs: int = 132,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The outputs of all rows, [R, H], and factors of 256 neighbouring columns of a row, float32 [R, H / 256].
+    h_RI: torch.Tensor, groups: PaddedGroups, w_EHI: torch.Tensor, *, programs: int = 132
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of all rows, f16 [R, H], and factors of 256 neighbouring columns of a row, float32 [R, H / 256].
 
-    Without `scaled` the outputs have the dtype of `h_RI`, and there are no factors. For the arguments see
-    `padded_gate_up`.
+    For the arguments see `padded_gate_up`.
     """
     experts, hidden, inner = w_EHI.shape
     rows = h_RI.shape[0]
-    out_RH = torch.empty(rows, hidden, dtype=torch.float16 if scaled else h_RI.dtype, device=h_RI.device)
+    out_RH = torch.empty(rows, hidden, dtype=torch.float16, device=h_RI.device)
     columns = hidden // _BLOCK_N
-    scales = torch.empty(rows, columns, dtype=torch.float32, device=h_RI.device) if scaled else None
-    weights = TensorDescriptor(
-        w_EHI,
-        [experts, hidden // 128, 128, inner],
-        [hidden * inner, 128 * inner, inner, 1],
-        [1, 2, 128, _BLOCK_K],
-        _layout(4),
-    )
-    _launch(h_RI, weights, out_RH, scales, groups, columns, stages, programs, silu=False)
+    scales = torch.empty(rows, columns, dtype=torch.float32, device=h_RI.device)
+    shape, strides = [experts, hidden // 128, 128, inner], [hidden * inner, 128 * inner, inner, 1]
+    weights = TensorDescriptor(w_EHI, shape, strides, [1, 2, 128, _BLOCK_K], _layout(4))
+    _launch(h_RI, weights, out_RH, scales, groups, columns, programs)
     return out_RH, scales
 
 
@@ -277,22 +236,21 @@ def _launch(
     scales: torch.Tensor | None,
     groups: PaddedGroups,
     columns: int,
-    stages: int,
     programs: int,
-    silu: bool,
     at_once: int | None = None,
 ) -> None:
+    """Without scales the results are gated."""
     assert TILE == 2 * ALIGN == 128 and columns % (at_once or columns) == 0
     _experts_kernel[(programs,)](
         TensorDescriptor.from_tensor(x_RK, [64, _BLOCK_K], _layout(2)), weights,
         TensorDescriptor.from_tensor(out_RN, [64, 128], _layout(2)), groups.counts_1 if scales is None else scales,
         groups.tiles_L3, groups.counts_1, columns, at_once or columns, -(-x_RK.shape[1] // _BLOCK_K),
-        BLOCK_K=_BLOCK_K, STAGES=stages, SILU=silu, SCALED=scales is not None, num_warps=4,
+        BLOCK_K=_BLOCK_K, STAGES=_STAGES, SILU=scales is None, num_warps=4,
     )  # fmt: skip
 
 
 def takes_gated(device: torch.device, dtype: torch.dtype, inputs: int, width: int) -> bool:
-    """True if `dense` can run the gated product of a dense layer, of `width` gate rows and as many up rows."""
+    """True if `padded_gate_up` can run the gated product of a dense layer, of `width` gate rows and as many up rows."""
     return is_hopper(device) and dtype in (torch.bfloat16, torch.float16) and inputs % _BLOCK_K == width % 1024 == 0
 
 
@@ -302,20 +260,3 @@ def all_rows(tokens: int, device: torch.device) -> PaddedGroups:
     tiles = torch.stack((first * 0, first, (tokens - first).clamp(max=TILE)), 1).contiguous()
     count = torch.full((1,), len(first), dtype=torch.int32, device=device)
     return PaddedGroups(first, tiles, count, tokens)
-
-
-def dense(
-    x_TK: torch.Tensor, tiles: PaddedGroups, w_NK: torch.Tensor, *, silu: bool, at_once: int, stages: int = 4
-) -> torch.Tensor:
-    """`x W^T`, or with `silu` the gated activations of gate rows and up rows; `tiles` from `all_rows`.
-
-    Blocks of `at_once` columns (256 weight rows each) are computed for all rows before the next block.
-    """
-    outputs, inputs = w_NK.shape
-    width = outputs // 2 if silu else outputs
-    out = x_TK.new_empty(x_TK.shape[0], width)
-    shape = [1, 2, width, inputs] if silu else [1, outputs // 128, 128, inputs]
-    strides = [outputs * inputs, (width if silu else 128) * inputs, inputs, 1]
-    weights = TensorDescriptor(w_NK, shape, strides, [1, 2, 128, _BLOCK_K], _layout(4))
-    _launch(x_TK, weights, out, None, tiles, outputs // 256, stages, 132, silu, at_once)
-    return out

@@ -302,7 +302,6 @@ def grouped_gate_up(
     gate_up: ExpertWeights,
     top_k: int,
     config: GroupedConfig,
-    out_PI: torch.Tensor | None = None,
     glu: ClampedGLU | None = None,
     activation: Activation = "silu",
     limit: float | None = None,
@@ -314,7 +313,7 @@ def grouped_gate_up(
     _check(x_TH, gate_up)
     assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
     inner = gate_up.values_ENK.shape[1] // gate_up.halves
-    out = out_PI if out_PI is not None else x_TH.new_empty(groups.pairs_P.numel(), inner)
+    out = x_TH.new_empty(groups.pairs_P.numel(), inner)
     factors_TH, x_scales_T = _halved(x_TH, gate_up, config)
     _gate_up_kernel[(triton.cdiv(inner, config.block_n), groups.tiles_L3.shape[0])](
         factors_TH, factors_TH if x_scales_T is None else x_scales_T, _stored(gate_up, config, glu is not None),
@@ -328,12 +327,7 @@ def grouped_gate_up(
 
 
 def grouped_down(
-    h_PI: torch.Tensor,
-    groups: Groups,
-    weights_TK: torch.Tensor,
-    down: ExpertWeights,
-    config: GroupedConfig,
-    out_KTH: torch.Tensor | None = None,
+    h_PI: torch.Tensor, groups: Groups, weights_TK: torch.Tensor, down: ExpertWeights, config: GroupedConfig
 ) -> torch.Tensor:
     """The weighted output of each pair, float32 [K, T, H].
 
@@ -345,9 +339,7 @@ def grouped_down(
     _check(h_PI, down)
     tokens, top_k = weights_TK.shape
     hidden = down.values_ENK.shape[1]
-    out = out_KTH
-    if out is None:
-        out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=h_PI.device)
+    out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=h_PI.device)
     factors_PI, h_scales_P = _halved(h_PI, down, config)
     _down_kernel[(triton.cdiv(hidden, config.block_n), groups.tiles_L3.shape[0])](
         factors_PI, factors_PI if h_scales_P is None else h_scales_P, _stored(down, config), _scales(down),
@@ -358,10 +350,10 @@ def grouped_down(
     return out
 
 
-def combine(parts_KTH: torch.Tensor, dtype: torch.dtype, out_TH: torch.Tensor | None = None) -> torch.Tensor:
+def combine(parts_KTH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of `parts_KTH` over each token's experts, in float32 and in the order of K; returns [T, H] in `dtype`."""
     top_k, tokens, hidden = parts_KTH.shape
-    out = out_TH if out_TH is not None else torch.empty(tokens, hidden, dtype=dtype, device=parts_KTH.device)
+    out = torch.empty(tokens, hidden, dtype=dtype, device=parts_KTH.device)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         parts_KTH, out, tokens, H=hidden, TOP_K=top_k, BLOCK=block, num_warps=4, **follow_options(parts_KTH.device)

@@ -143,7 +143,7 @@ def spread_rows(x_TH: torch.Tensor, groups: PaddedGroups, top_k: int) -> torch.T
 @triton.jit
 def _gather_sum_kernel(
     parts_ptr, scales_ptr, rows_ptr, weights_ptr, out_ptr,
-    H: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -152,15 +152,14 @@ def _gather_sum_kernel(
         row = tl.load(rows_ptr + token * TOP_K + slot).to(tl.int64)
         weight = tl.load(weights_ptr + token * TOP_K + slot)
         part = tl.load(parts_ptr + row * H + h, mask=h < H, other=0.0).to(tl.float32)
-        if SCALED:
-            part *= tl.load(scales_ptr + row * (H // N) + h // N, mask=h < H, other=0.0)
+        part *= tl.load(scales_ptr + row * (H // N) + h // N, mask=h < H, other=0.0)
         total += part * weight
     tl.store(out_ptr + token * H + h, narrow(total, out_ptr.dtype.element_ty), mask=h < H)
 
 
 def gather_sum(
     parts_RH: torch.Tensor,
-    scales_RS: torch.Tensor | None,
+    scales_RS: torch.Tensor,
     groups: PaddedGroups,
     weights_TK: torch.Tensor,
     dtype: torch.dtype,
@@ -169,7 +168,7 @@ def gather_sum(
 
     Args:
         parts_RH: rows at the places of `groups`, contiguous.
-        scales_RS: float32 factors of H / S neighbouring columns of a row, or None.
+        scales_RS: float32 factors of H / S neighbouring columns of a row.
         groups: from `pad_groups`.
         weights_TK: float32.
         dtype: of the result.
@@ -179,8 +178,7 @@ def gather_sum(
     out_TH = torch.empty(tokens, hidden, dtype=dtype, device=parts_RH.device)
     block = min(1024, triton.next_power_of_2(hidden))
     _gather_sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        parts_RH, parts_RH if scales_RS is None else scales_RS, groups.rows_P, weights_TK, out_TH,
-        H=hidden, N=hidden if scales_RS is None else hidden // scales_RS.shape[1], TOP_K=top_k,
-        SCALED=scales_RS is not None, BLOCK=block, num_warps=4,
+        parts_RH, scales_RS, groups.rows_P, weights_TK, out_TH,
+        H=hidden, N=hidden // scales_RS.shape[1], TOP_K=top_k, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out_TH

@@ -268,7 +268,6 @@ def moe_gate_up(
     experts_TK: torch.Tensor,
     gate_up: ExpertWeights,
     config: WarpConfig,
-    out_TKI: torch.Tensor | None = None,
     glu: ClampedGLU | None = None,
     activation: Activation = "silu",
     limit: float | None = None,
@@ -281,7 +280,6 @@ def moe_gate_up(
         gate_up: gate rows, then up rows, of all experts (2 halves), or without a gate 1 half; plain weights have the
             dtype of x.
         config: launch configuration.
-        out_TKI: memory for the result, or None to allocate it.
         glu: for weights whose gate and up rows alternate, not in `fp8_block`; None: `activation`.
         activation: of the gates, or of the values without a gate.
         limit: see `rollout_kernels.gated`.
@@ -290,7 +288,7 @@ def moe_gate_up(
     assert glu is None or (gate_up.format != "fp8_block" and gate_up.halves == 2)
     (tokens, hidden), top_k = x_TH.shape, experts_TK.shape[1]
     inner = gate_up.values_ENK.shape[1] // gate_up.halves
-    out = out_TKI if out_TKI is not None else x_TH.new_empty(tokens, top_k, inner)
+    out = x_TH.new_empty(tokens, top_k, inner)
     width, warp_rows = _tile(gate_up)
     rows = config.rows * warp_rows
     stored = hidden // 2 if gate_up.format == "plain" else hidden
@@ -314,7 +312,6 @@ def moe_down(
     weights_TK: torch.Tensor,
     down: ExpertWeights,
     config: WarpConfig,
-    out: torch.Tensor | None = None,
     parts: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts: [T, H] in h's dtype, or float32 [1, T, H] with `parts`.
@@ -328,16 +325,14 @@ def moe_down(
         weights_TK: float32, contiguous.
         down: the down projections of all experts.
         config: launch configuration.
-        out: memory for the result, or None to allocate it.
         parts: return one float32 part, for a consumer that adds parts.
     """
     _check(h_TKI, down, experts_TK)
     assert weights_TK.dtype == torch.float32 and weights_TK.is_contiguous()
     tokens, top_k, inner = h_TKI.shape
     hidden = down.values_ENK.shape[1]
-    if out is None:
-        shape = (1, tokens, hidden) if parts else (tokens, hidden)
-        out = torch.empty(shape, dtype=torch.float32 if parts else h_TKI.dtype, device=h_TKI.device)
+    shape = (1, tokens, hidden) if parts else (tokens, hidden)
+    out = torch.empty(shape, dtype=torch.float32 if parts else h_TKI.dtype, device=h_TKI.device)
     width, warp_rows = _tile(down)
     rows = config.rows * warp_rows
     scales = down.scales

@@ -17,23 +17,20 @@ from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 
 from tests.support.kernels.grids import nightly
-from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
+from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, relative
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SMALL = GroupedConfig(block_n=64, block_k=128)
 
 
 def parts_of(case: Layer, config: GroupedConfig = SMALL, tile_rows: int = 16) -> torch.Tensor:
-    tokens, top_k = case.experts_TK.shape
-    hidden, inner = case.down.values_ENK.shape[1:]
     groups = group_pairs(case.experts_TK, case.gate_up.values_ENK.shape[0], tile_rows)
-    h = poison(tokens * top_k, inner, dtype=case.x_TH.dtype)
-    grouped_gate_up(case.x_TH, groups, case.gate_up, top_k, config, h)
-    parts = poison(top_k, tokens, hidden, dtype=torch.float32)
-    return grouped_down(h, groups, case.weights_TK, case.down, config, parts)
+    h = grouped_gate_up(case.x_TH, groups, case.gate_up, case.experts_TK.shape[1], config)
+    return grouped_down(h, groups, case.weights_TK, case.down, config)
 
 
 def run(case: Layer, config: GroupedConfig = SMALL, tile_rows: int = 16) -> torch.Tensor:
-    return combine(parts_of(case, config, tile_rows), case.x_TH.dtype, poison(*case.x_TH.shape, dtype=case.x_TH.dtype))
+    return combine(parts_of(case, config, tile_rows), case.x_TH.dtype)
 
 
 def warp(case: Layer) -> torch.Tensor:

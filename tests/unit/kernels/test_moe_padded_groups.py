@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rollout_kernels.moe.gluon_experts import all_rows, dense, padded_down, padded_gate_up
+from rollout_kernels.moe.gluon_experts import all_rows, padded_down, padded_gate_up
 from rollout_kernels.moe.triton_padded_groups import ALIGN, TILE, PaddedGroups, gather_sum, pad_groups, spread_rows
 
 from tests.support.kernels.grids import nightly
@@ -59,8 +59,9 @@ def test_rows_go_to_their_expert_and_come_back_weighted(tokens, routing):
     case = layer(tokens, routing=routing)
     groups = pad_groups(case.experts_TK, 6)
     parts = by_tile(spread_rows(case.x_TH, groups, 2), groups, case)
-    assert relative(gather_sum(parts, None, groups, case.weights_TK, torch.float32), exact(case)) < 1e-6
-    assert relative(gather_sum(parts, None, groups, case.weights_TK, torch.bfloat16), exact(case)) < 3e-3
+    ones = torch.ones(groups.most_rows, 1, device=DEVICE)
+    assert relative(gather_sum(parts, ones, groups, case.weights_TK, torch.float32), exact(case)) < 1e-6
+    assert relative(gather_sum(parts, ones, groups, case.weights_TK, torch.bfloat16), exact(case)) < 3e-3
 
 
 def test_scales_multiply_their_columns():
@@ -69,19 +70,19 @@ def test_scales_multiply_their_columns():
     parts = by_tile(spread_rows(case.x_TH, groups, 2), groups, case)
     scales = torch.exp2(torch.randint(-9, 9, (groups.most_rows, 2), device=DEVICE).float())
     divided = (parts.view(-1, 2, 128) / scales[..., None]).view_as(parts)
-    expected = gather_sum(parts, None, groups, case.weights_TK, torch.float32)
+    expected = gather_sum(parts, torch.ones_like(scales), groups, case.weights_TK, torch.float32)
     assert torch.equal(gather_sum(divided, scales, groups, case.weights_TK, torch.float32), expected)
 
 
 # --- the products, on a GPU ------------------------------------------------------------------------------------------
 
 
-def run(case: Layer, scaled: bool = True, stages: int = 4, programs: int = 132) -> torch.Tensor:
+def run(case: Layer, programs: int = 132) -> torch.Tensor:
     gate_up, down = case.gate_up.values_ENK, case.down.values_ENK
     groups = pad_groups(case.experts_TK, len(down))
     x_RH = spread_rows(case.x_TH, groups, case.experts_TK.shape[1])
-    h_RI = padded_gate_up(x_RH, groups, gate_up, stages=stages, programs=programs)
-    parts, scales = padded_down(h_RI, groups, down, scaled=scaled, stages=stages, programs=programs)
+    h_RI = padded_gate_up(x_RH, groups, gate_up, programs=programs)
+    parts, scales = padded_down(h_RI, groups, down, programs=programs)
     return gather_sum(parts, scales, groups, case.weights_TK, case.x_TH.dtype)
 
 
@@ -104,21 +105,18 @@ def test_large_and_tiny_values_keep_their_precision():
 
 
 @pytest.mark.gpu
-def test_stages_programs_and_other_tokens_change_no_bit():
+def test_programs_and_other_tokens_change_no_bit():
     case = layer(700, experts=16, top_k=4, hidden=512, inner=256)
     whole = run(case)
-    for stages, programs in ((2, 1), (3, 20), (4, 500)):
-        assert torch.equal(run(case, stages=stages, programs=programs), whole)
+    for programs in (1, 20, 500):
+        assert torch.equal(run(case, programs=programs), whole)
     assert torch.equal(run(case.rows(slice(90, 400))), whole[90:400])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("silu", [False, True])
-def test_dense_products_follow_float64(silu):
+def test_the_gated_product_of_a_dense_layer_follows_float64():
     x = torch.randn(1000, 512, device=DEVICE).bfloat16()
     w = (torch.randn(1024, 512, device=DEVICE) / 512**0.5).bfloat16()
-    expected = x.double() @ w.double().T
-    if silu:
-        gate, up = expected.chunk(2, dim=1)
-        expected = torch.nn.functional.silu(gate) * up
-    assert relative(dense(x, all_rows(1000, x.device), w, silu=silu, at_once=2), expected) < 3e-3
+    gate, up = (x.double() @ w.double().T).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert relative(padded_gate_up(x, all_rows(1000, x.device), w[None], at_once=2), expected) < 3e-3

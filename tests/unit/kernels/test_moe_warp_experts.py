@@ -7,18 +7,15 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_ga
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from tests.support.kernels.grids import nightly
-from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
+from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, relative
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SMALL = WarpConfig(rows=64, at_once=2)  # few programs: the interpreter takes milliseconds for each
 
 
 def run(case: Layer, config: WarpConfig = SMALL, parts: bool = False) -> torch.Tensor:
-    tokens, top_k = case.experts_TK.shape
-    hidden = case.x_TH.shape[1]
-    h = poison(tokens, top_k, case.down.values_ENK.shape[2], dtype=case.x_TH.dtype)
-    out = poison(*((1,) if parts else ()), tokens, hidden, dtype=torch.float32 if parts else case.x_TH.dtype)
-    moe_gate_up(case.x_TH, case.experts_TK, case.gate_up, config, h)
-    return moe_down(h, case.experts_TK, case.weights_TK, case.down, config, out, parts)
+    h = moe_gate_up(case.x_TH, case.experts_TK, case.gate_up, config)
+    return moe_down(h, case.experts_TK, case.weights_TK, case.down, config, parts)
 
 
 @pytest.mark.parametrize("format", FORMATS)
