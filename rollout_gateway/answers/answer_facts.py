@@ -1,6 +1,7 @@
 """Fields of a completion that several dialects share, apart from the text: end, tokens, versions."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def choice_facts(part: Completion, sampling: SamplingBody, body: RequestFields, 
     facts = end_facts(part, sampling)
     if body.return_token_ids:
         facts["token_ids"] = part.token_ids.tolist()
-    return facts | {"weight_versions": version_runs(part, start)} if body.return_weight_versions else facts
+    return facts | {"weight_versions": version_runs(part.versions, start)} if body.return_weight_versions else facts
 
 
 def finish_reason(completion: Completion) -> str | None:
@@ -80,10 +81,10 @@ def finish_reason(completion: Completion) -> str | None:
     return None if reason is None else reasons.get(reason, reason)
 
 
-def version_runs(part: Completion, start: int = 0) -> list[dict[str, int]]:
+def version_runs(versions: Sequence[tuple[int, int]], start: int = 0) -> list[dict[str, int]]:
     """Runs of tokens with one weights version: `[{"version", "start", "end"}]`, with `end` exclusive."""
     runs = []
-    for version, count in part.versions:
+    for version, count in versions:
         runs.append({"version": version, "start": start, "end": start + count})
         start += count
     return runs

@@ -305,7 +305,6 @@ class _Answer:
         return self._message(blocks) | self._end(completion, views, result) | views.facts(completion)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The events of the stream."""
         call, views, blocks = self._asked.call, self._asked.views(), _Blocks(self._body.shows_thinking)
         begun = False
         with client_names(self._names):

@@ -73,7 +73,6 @@ class _Answer:
         return answer | await prompt_facts(text, self._request.prompt, result, body, body.prompt_logprobs)
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the stream."""
         views = [self._views() for _ in range(self._request.n)]
         begun: set[int] = set()
 

@@ -108,7 +108,6 @@ class _Answer:
         return self._head | {"choices": choices, "usage": usage(results)}
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the stream."""
         requests, body = self._call.requests, self._body
         views = [[self._views() for _ in range(request.n)] for request in requests]
         offsets = [

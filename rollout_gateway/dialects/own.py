@@ -1,6 +1,7 @@
 """The gateway's own endpoints: health, models, configuration, metrics, the tokens of sessions."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from rollout_gateway.http.event_stream import json_answer
 from rollout_gateway.http.http_errors import HttpError
 from rollout_gateway.http.json_text import Json, json_text
 from rollout_gateway.requests.http_request import DELETE, GET, POST, Endpoint, Gateway, HttpRequest
+from rollout_gateway.workers.worker_watch import WatchedWorker
 
 _PING_S = 10.0
 _LOGPROB_MODES = {"policy": "policy_logprobs", "processed": "processed_logprobs", "raw": "raw_logprobs"}
@@ -99,24 +101,23 @@ def _metric_lines(gateway: Gateway) -> Iterator[str]:
     yield from _family("rollout_gateway_refused_total", "counter", [("", counts.refused)])
     yield from _family("rollout_gateway_sessions", "gauge", [("", len(workers.sessions))])
     yield from _family("rollout_gateway_min_version", "gauge", [("", workers.watch.floor(states))])
-    rows: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    rows: defaultdict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for engine, state in enumerate(states):
-        labels = f'{{engine="{engine}",model_name="{model}"}}'
-        rows.setdefault(("rollout_gateway_worker_up", "gauge"), []).append((labels, int(state.status is not None)))
-        rows.setdefault(("rollout_gateway_worker_in_order", "gauge"), []).append((labels, int(not state.problem)))
-        for name, kind, value in _values(state.status):
-            rows.setdefault((name, kind), []).append((labels, value))
+        labels = f'engine="{engine}",model_name="{model}"'
+        for name, kind, value in _values(state):
+            rows[name, kind].append((f"{{{labels}}}", value))
         if state.status is not None:
             pages = state.status["pages"]["total"]
-            shown = f'{{engine="{engine}",model_name="{model}",num_gpu_blocks="{pages}"}}'
-            rows.setdefault(("vllm:cache_config_info", "gauge"), []).append((shown, 1))
+            rows["vllm:cache_config_info", "gauge"].append((f'{{{labels},num_gpu_blocks="{pages}"}}', 1))
     for (name, kind), samples in rows.items():
         yield from _family(name, kind, samples)
 
 
-def _values(status: dict[str, Any] | None) -> Iterator[tuple[str, str, float]]:
+def _values(state: WatchedWorker) -> Iterator[tuple[str, str, float]]:
     """Names, kinds and values of a worker's metrics."""
-    if status is None:
+    yield "rollout_gateway_worker_up", "gauge", int(state.status is not None)
+    yield "rollout_gateway_worker_in_order", "gauge", int(not state.problem)
+    if (status := state.status) is None:
         return
     pages = status["pages"]
     yield "vllm:num_requests_running", "gauge", status["rows"]["running"]

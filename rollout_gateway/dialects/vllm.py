@@ -36,11 +36,15 @@ _PIXELS: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in PIXEL_TYPES.
 ShowExperts = Callable[[Completion, int], Any]
 
 
-def _npy(completion: Completion, start: int) -> str:
+def _npy_file(array: np.ndarray) -> str:
     """Base64 of a .npy file."""
     file = io.BytesIO()
-    np.save(file, experts_of(completion, start), allow_pickle=False)
+    np.save(file, array, allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _npy(completion: Completion, start: int) -> str:
+    return _npy_file(experts_of(completion, start))
 
 
 def _described(completion: Completion, start: int) -> dict[str, Any]:
@@ -164,11 +168,7 @@ class ChosenTokens:
         scores = result.prompt_chosen_logprobs
         assert scores is not None, "they were asked for"
         scores = np.where(self.ids == _NO_TOKEN, np.float32(-np.inf), scores[-self.rows :])
-        if np.isnan(scores).any():
-            return None
-        file = io.BytesIO()
-        np.save(file, scores.astype(np.float32), allow_pickle=False)
-        return base64.b64encode(file.getvalue()).decode()
+        return None if np.isnan(scores).any() else _npy_file(scores.astype(np.float32))
 
 
 async def generate(request: HttpRequest[GenerateBody]) -> Any:
@@ -263,7 +263,6 @@ class _Answer:
         )
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of the stream."""
         first = {"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {}
 
         def event(each: StreamedChunk) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_gateway.answers.answer_facts import version_runs
 from rollout_gateway.answers.logprobs import finite
 from rollout_gateway.history.expiring_cache import ExpiringCache
 from rollout_gateway.prompts.chat_messages import DrawnTurn, Rendering
@@ -170,7 +171,7 @@ def _branch(path: list[Turn], number: int, positions: dict[int, dict[str, int]])
             chosen[position] = 0
         mask += [0] * added + chosen
         logprobs += [None] * added + [finite(value) for value in drawn.logprobs.tolist()]
-        versions += _runs(drawn.versions, start)
+        versions += version_runs(drawn.versions, start)
     return {
         "turns": [turn.number for turn in path],
         "shared_tokens": shared,
@@ -179,12 +180,6 @@ def _branch(path: list[Turn], number: int, positions: dict[int, dict[str, int]])
         "logprobs": logprobs,
         "weight_versions": versions,
     }
-
-
-def _runs(versions: Sequence[tuple[int, int]], start: int) -> Iterator[dict[str, int]]:
-    for version, count in versions:
-        yield {"version": version, "start": start, "end": start + count}
-        start += count
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ requests of web pages: any page in a browser could reach a loopback address.
 """
 
 import hmac
-import ipaddress
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_gateway.http.http_errors import HttpError
+from trainer_bridge.wire.address import is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 _MIN_CHARS = 16
@@ -20,7 +20,7 @@ _MIN_CHARS = 16
 def read_keys(file: str | None, host: str) -> tuple[bytes, ...]:
     """The tokens in a file, one a line. Raises ValueError if `host` needs a token and there is no file."""
     if file is None:
-        if not is_loopback(host):
+        if not (host == "localhost" or is_loopback(host)):
             raise ValueError(
                 f"--host {host} lets other hosts change the workers' weights: write a token of at least {_MIN_CHARS} "
                 "characters to a file and name it with --api-key-file, or listen at 127.0.0.1"
@@ -33,16 +33,6 @@ def read_keys(file: str | None, host: str) -> tuple[bytes, ...]:
     if not lines or any(len(line) < _MIN_CHARS for line in lines):
         raise ValueError(f"--api-key-file {file} needs tokens of at least {_MIN_CHARS} characters, one a line")
     return tuple(line.encode() for line in lines)
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that no other host can reach. Names other than localhost are not looked up."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class AccessRule:

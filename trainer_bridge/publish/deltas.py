@@ -41,7 +41,8 @@ class KeptDeltas(KeptUpdate):
         super().__init__()
         self._where = memory
         self._content = ""  # the random name of the kept bytes
-        self._changes: Payload | None = None
+        #: The newest update as what has changed; None if there is no base, or if too much has changed.
+        self.changes: Payload | None = None
         self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
         self._base_holders: set[str] = set()  # endpoints that have the content that the changes are made from
         self._holders: set[str] = set()  # endpoints that have the kept content
@@ -56,12 +57,13 @@ class KeptDeltas(KeptUpdate):
         """
         manifest, before = payload.manifest, self._manifest
         comparable = before is not None and before.layout_digest == manifest.layout_digest
-        base, self._content, self._changes = self._content, secrets.token_hex(16), None
+        base, self._content, self.changes = self._content, secrets.token_hex(16), None
         self._base_holders, self._holders = self._holders, set()
-        comparable &= self._buffer.device == self._kept_on(payload.device) and not comes_whole(manifest)
+        device = payload.device if self._where == "device" else torch.device("cpu")
+        comparable &= self._buffer.device == device and not comes_whole(manifest)
         try:
             with payload.on_side_stream():  # memory that only this stream uses: the trainer's stream goes on meanwhile
-                kept = self._memory(manifest.total_bytes, payload.device)
+                kept = self._memory(manifest.total_bytes, device, payload.on_gpu and device.type == "cpu")
                 scratch = kept.new_empty(min(manifest.bucket_bytes, manifest.total_bytes), device=payload.device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise RolloutError(
@@ -96,7 +98,7 @@ class KeptDeltas(KeptUpdate):
         payload.release()
         self._manifest, self._tied = manifest, dict(payload.tied)
         if comparable:
-            self._changes = self._packed(payload, base, codes, [int(each) for each in prints])
+            self.changes = self._packed(payload, base, codes, [int(each) for each in prints])
 
     def _packed(self, payload: Payload, base: str, codes: dict[str, torch.Tensor], prints: list[int]) -> Payload:
         manifest = payload.manifest
@@ -110,22 +112,6 @@ class KeptDeltas(KeptUpdate):
         changes.delta = WeightDelta(base, changes.manifest, tuple(prints))
         return changes
 
-    def _memory(self, nbytes: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
-        memory, self._manifest = self._kept_on(device), None
-        if self._buffer.numel() < nbytes or self._buffer.device != memory:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            pinned = memory.type == "cpu" and device.type == "cuda"
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=memory, pin_memory=pinned)
-        return self._buffer[:nbytes]
-
-    def _kept_on(self, device: torch.device) -> torch.device:
-        """The device where an update is kept whose tensors are on `device`."""
-        return device if self._where == "device" else torch.device("cpu")
-
-    def changes(self) -> Payload | None:
-        """The newest update as what has changed; None if there is no base, or if too much has changed."""
-        return self._changes
-
     def has_base(self, endpoint: str) -> bool:
         """Whether a worker has taken the update that the changes are made from."""
         return endpoint in self._base_holders
@@ -136,7 +122,7 @@ class KeptDeltas(KeptUpdate):
 
     def keep_finished(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
         """Give up an update that all workers refused: none is to get it again, and no delta is made from it."""
-        self._changes = None
+        self.changes = None
         if not worth_keeping(handle):
             self._manifest = None
         self._refusals.clear()

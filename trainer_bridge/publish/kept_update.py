@@ -19,6 +19,7 @@ from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 from trainer_bridge.wire.manifest import Manifest
 
+_HOST = torch.device("cpu")
 _MOST_REFUSALS = 3  # one refusal may come from a worker that was lost again
 
 _log = logging.getLogger(__name__)
@@ -48,12 +49,12 @@ class KeptUpdate:
         """Keep this update from its first bytes on."""
         payload.keep_in(lambda: self._memory(payload.manifest.total_bytes))
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
+    def _memory(self, nbytes: int, device: torch.device = _HOST, pinned: bool = False) -> torch.Tensor:
         with self._lock:
             self._manifest = None
-            if self._buffer.numel() < nbytes:
+            if self._buffer.numel() < nbytes or self._buffer.device != device:
                 self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             return self._buffer[:nbytes]
 
     def keep_finished(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:

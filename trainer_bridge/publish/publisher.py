@@ -357,7 +357,7 @@ class WeightPublisher(Closing):
             self._send_and_commit(payload, handle, recipients)
             return
         deltas.take(payload, self.closing)
-        changes = deltas.changes()
+        changes = deltas.changes
         having = [] if changes is None else [each for each in recipients if deltas.has_base(each.endpoint)]
         lacking = [recipient for recipient in recipients if recipient not in having]
         if changes is not None and having:

@@ -103,7 +103,6 @@ class _Answer:
         return await self._ended(completion, views, result)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The events of the stream."""
         call, views, items = self._asked.call, self._asked.views(), self._items
         begun = False
         with client_names(self._names):

@@ -106,7 +106,7 @@ class TinkerSequence:
             tops = Tops.of(completion.top_ids[:, :top], completion.top_logprobs[:, :top], len(completion))
         logprobs = sampled(completion, mode)
         marks = [{"position": position, "version": version} for position, version in completion.adapter_versions]
-        return cls(reason, completion.token_ids, logprobs, tops, version_runs(completion), marks)
+        return cls(reason, completion.token_ids, logprobs, tops, version_runs(completion.versions), marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,6 @@ class SampleAnswer:
         )
 
     def json(self) -> dict[str, Any]:
-        """The answer for JSON."""
         answer: dict[str, Any] = {
             "type": "sample",
             "sequences": [
