@@ -14,7 +14,6 @@ from starlette.routing import BaseRoute, Route
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout_gateway.endpoints import STATES, routes
-from rollout_gateway.history.expiring_cache import ExpiringCache
 from rollout_gateway.history.trajectories import StoredResponse, Trajectories
 from rollout_gateway.http.access import AccessRule
 from rollout_gateway.http.http_errors import HttpError, answer_error
@@ -26,6 +25,7 @@ from rollout_gateway.prompts.gateway_model import GatewayModel
 from rollout_gateway.requests.http_request import Gateway
 from rollout_gateway.workers.workers import Workers
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.expiring_cache import ExpiringCache
 from trainer_bridge.wire.errors import RolloutError, Unavailable
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.near_names import near_name
@@ -67,7 +67,7 @@ def make_app(
             orders = WorkerOrders(workers, model.names, folder_updates)
             group_updates = GroupUpdates(client, orders, settings.update_s)
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
-            responses: ExpiringCache[StoredResponse] = ExpiringCache(settings.max_kept_bytes, settings.session_s)
+            responses: ExpiringCache[str, StoredResponse] = ExpiringCache(settings.max_kept_bytes, settings.session_s)
             gateway = Gateway(settings, workers, model, orders, group_updates, trajectories, responses, states)
             app.router.routes.extend(routes(gateway))
             yield

@@ -25,8 +25,8 @@ import numpy as np
 
 from rollout_gateway.answers.answer_facts import version_runs
 from rollout_gateway.answers.logprobs import finite
-from rollout_gateway.history.expiring_cache import ExpiringCache
 from rollout_gateway.prompts.chat_messages import DrawnTurn, Rendering
+from trainer_bridge.expiring_cache import ExpiringCache
 
 _TURN_BYTES = 1024  # memory of a turn without its tokens
 _MESSAGE_BYTES = 128
@@ -202,7 +202,7 @@ class Trajectories:
 
     def __init__(self, most_bytes: int, idle_s: float) -> None:
         self.keeps = most_bytes > 0
-        self._kept: ExpiringCache[Trajectory] = ExpiringCache(most_bytes, idle_s)
+        self._kept: ExpiringCache[str, Trajectory] = ExpiringCache(most_bytes, idle_s)
 
     def beginning(self, session: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> Beginning:
         """The known tokens of a conversation in this session."""

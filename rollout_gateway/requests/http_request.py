@@ -19,7 +19,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from rollout.config.gateway_settings import GatewaySettings
 from rollout_gateway.answers.logprobs import LogprobFormat
-from rollout_gateway.history.expiring_cache import ExpiringCache
 from rollout_gateway.history.trajectories import StoredResponse, Trajectories
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import HttpError, bad_request
@@ -29,6 +28,7 @@ from rollout_gateway.prompts.gateway_model import GatewayModel
 from rollout_gateway.prompts.kv_hints import ForkField, KvFields
 from rollout_gateway.prompts.sampling import OpenAiBody, RequestFields, SamplingBody
 from rollout_gateway.workers.workers import Workers
+from trainer_bridge.expiring_cache import ExpiringCache
 
 _MAX_ID = 128
 B = TypeVar("B", bound=Body)
@@ -58,7 +58,7 @@ class Gateway:
     orders: WorkerOrders
     group_updates: GroupUpdates
     trajectories: Trajectories
-    responses: ExpiringCache[StoredResponse]
+    responses: ExpiringCache[str, StoredResponse]
     states: Mapping[type[DialectState], Any]
 
     def state(self, kind: type[S]) -> S:

@@ -8,7 +8,6 @@ pause that waits, and cancel them at the worker if the handler's task is cancell
 """
 
 import asyncio
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from rollout_gateway.workers.worker_watch import WatchedWorker, WorkerWatch
 from trainer_bridge.client.asynchronous import AsyncRolloutClient, AsyncStream
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.results import Chunk, GenerateResult
+from trainer_bridge.expiring_cache import ExpiringCache
 from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable, with_endpoint
 
 _MOST = 16_384  # most worker-side ids remembered; a worker remembers as many
@@ -88,7 +88,6 @@ class RequestIds:
 STATUS_S = 5.0
 _LOOK_S = 1.0  # time between two pings of a worker that carries out an order
 _LEAST_SILENT_S, _SILENT_HEARTBEATS = 2.0, 1.5  # a worker hangs if it is silent for the longer of the two times
-_MAX_SESSIONS = 65_536
 
 _T = TypeVar("_T")
 
@@ -315,9 +314,7 @@ class SessionTurns:
     """
 
     def __init__(self, pool: AsyncRolloutClient, idle_s: float) -> None:
-        self._pool = pool
-        self._idle_s = idle_s
-        self._used: OrderedDict[str, float] = OrderedDict()  # time of last use, oldest first
+        self._used: ExpiringCache[str, None] = ExpiringCache(0, idle_s, dropped=lambda name, _: pool.end_session(name))
         self._busy: set[str] = set()
 
     def __len__(self) -> int:
@@ -332,31 +329,19 @@ class SessionTurns:
         if request.n > 1 or session in self._busy:
             yield {}
         else:
-            self._forget_old()
+            self._used.get(session)  # it does not expire now
             self._busy.add(session)
             try:
                 yield {"session": session}
             finally:
                 self._busy.discard(session)
-                self._used[session] = time.monotonic()
-                self._used.move_to_end(session)
+                self._used.put(session, None, 0)
         if request.ends_session:
             self.end(session)
 
     def end(self, session: str) -> bool:
         """Forget a session and free its KV; False if it is unknown."""
-        if self._used.pop(session, None) is None:
-            return False
-        self._pool.end_session(session)
-        return True
-
-    def _forget_old(self) -> None:
-        limit = time.monotonic() - self._idle_s
-        while self._used:
-            session, used_s = next(iter(self._used.items()))
-            if used_s > limit and len(self._used) < _MAX_SESSIONS:
-                return
-            self.end(session)
+        return self._used.drop(session)
 
 
 def _statuses(states: list[WatchedWorker]) -> list[dict[str, Any]]:

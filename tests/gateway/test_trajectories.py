@@ -7,13 +7,13 @@ import httpx
 import numpy as np
 import pytest
 
-from rollout_gateway.history.expiring_cache import ExpiringCache
 from rollout_gateway.history.trajectories import AnswerTokens, Trajectories
 from rollout_gateway.prompts.chat_messages import Rendering
 from tests.support.gateway.harness import events, gateway, post, refused
 from tests.support.worker.harness import EOS, token_ids
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
+from trainer_bridge.expiring_cache import ExpiringCache
 
 CHAT = "/v1/chat/completions"
 DRAWN: dict[str, Any] = {"temperature": 2.5, "seed": 3, "max_tokens": 12}
@@ -207,7 +207,7 @@ def test_memory_is_bounded(worker: WorkerProcess) -> None:
 
 def test_values_are_kept_up_to_a_size_and_an_age() -> None:
     now = [0.0]
-    values: ExpiringCache[int] = ExpiringCache(100, 10.0, lambda: now[0])
+    values: ExpiringCache[str, int] = ExpiringCache(100, 10.0, lambda: now[0])
     for name, size in (("a", 40), ("b", 40), ("a", 50)):
         values.put(name, size, size)
     assert values.get("a") == 50 and values.get("b") == 40

@@ -4,7 +4,6 @@ A request is known once it is sent: its prompt, if the client has its token ids,
 Those of ended requests are known until they take too much memory; then the oldest are forgotten.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +14,9 @@ from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import JournaledRequest
 from trainer_bridge.client.media import MediaItem, MediaPrompt
 from trainer_bridge.client.resumed_call import ResumedCall, Source
+from trainer_bridge.expiring_cache import ExpiringCache
 
 _MOST_BYTES = 64 << 20
-_MOST_REQUESTS = 1 << 14
 _OVERHEAD_BYTES = 1024  # memory of a request besides its tokens and pixels
 
 
@@ -45,9 +44,8 @@ class KnownTokens:
 
     def __init__(self, running: Mapping[str, ResumedCall], saved: Callable[[str], JournaledRequest | None]) -> None:
         self._running, self._saved = running, saved
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._ended: ExpiringCache[str, _Ended] = ExpiringCache(_MOST_BYTES, dropped=self._forget)
         self._turns: dict[str, str] = {}  # the last ended turn of each session
-        self._size = 0
 
     def source(self, plan: RequestPlan) -> Source | None:
         """The source of a request; None if it continues nothing, or tokens that are not known here."""
@@ -76,7 +74,7 @@ class KnownTokens:
     def keep(self, call: ResumedCall) -> None:
         """Note that a request has ended with a result."""
         assert call.result is not None
-        self._forget(call.id)
+        self._ended.drop(call.id)
         prompt, ids = call.prompt, call.result.prompt_token_ids
         if prompt is None and ids is not None:
             prompt = MediaPrompt(ids)
@@ -87,14 +85,10 @@ class KnownTokens:
             return
         completions = tuple(completion.token_ids for completion in call.result.completions)
         ended = _Ended(prompt, completions, call.salt, session)
-        if ended.size > _MOST_BYTES:  # no other one has to go for it
-            return
-        self._ended[call.id] = ended
-        self._size += ended.size
-        if session is not None and not call.plan.fields.get("end_of_session"):
+        self._ended.put(call.id, ended, ended.size)
+        kept = self._ended.get(call.id) is not None  # it may be too large
+        if kept and session is not None and not call.plan.fields.get("end_of_session"):
             self._turns[session] = call.id
-        while self._size > _MOST_BYTES or len(self._ended) > _MOST_REQUESTS:
-            self._forget(next(iter(self._ended)))
 
     def end_session(self, session: str) -> None:
         """Forget the name of a session."""
@@ -131,11 +125,7 @@ class KnownTokens:
         completions = tuple(np.concatenate(drawn[index]) for index in range(len(drawn)))
         return _Ended(MediaPrompt(prompt), completions, saved.fields.get("cache_salt"), saved.fields.get("session"))
 
-    def _forget(self, name: str) -> None:
-        ended = self._ended.pop(name, None)
-        if ended is None:
-            return
-        self._size -= ended.size
+    def _forget(self, name: str, ended: _Ended) -> None:
         if ended.session is not None and self._turns.get(ended.session) == name:
             del self._turns[ended.session]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from verl.utils.import_utils import import_external_libs
 from verl.utils.tokenizer import build_multimodal_processor_inputs, get_processor_token_id
 
 from trainer_bridge.client.media import MediaItem, MediaPrompt, as_pixels, processor_prompt
+from trainer_bridge.expiring_cache import ExpiringCache
 
 #: The most memory for the newest results.
 _MOST_BYTES = 2 << 30
@@ -54,7 +54,6 @@ class _Processed:
 
     inputs: dict[str, Any]
     patches: int
-    nbytes: int
     #: Its items from the first placeholder on, by the placeholders: frames of a video may stand apart.
     items: dict[bytes, tuple[MediaItem, ...]] = field(default_factory=dict)
 
@@ -88,8 +87,7 @@ class MediaProcessor:
             )
         self._merged = int(merge) ** 2
         self._ids = {kind: get_processor_token_id(self._processor, kind.name) for kind in _KINDS}
-        self._most_bytes, self._bytes = most_bytes, 0
-        self._kept: OrderedDict[bytes, _Processed] = OrderedDict()
+        self._kept: ExpiringCache[bytes, _Processed] = ExpiringCache(most_bytes)
         # Equal pictures of several requests wait for the first one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="media")
 
@@ -129,20 +127,15 @@ class MediaProcessor:
         content = blake2b(f"{kind.name} {sorted(options.items())!r}".encode(), digest_size=32)
         key = content.digest() if _add_content(content, piece) else None
         if key is not None and (kept := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
             return kept
         pieces = {"images" if kind.name == "image" else "videos": [piece]}
         inputs = build_multimodal_processor_inputs(self._processor, text=[" "], mm_processor_kwargs=options, **pieces)
         pixels, grid = as_pixels(inputs[kind.pixels]), np.asarray(inputs[kind.grid])
         # verl's positions do not depend on the time between frames (`second_per_grid_ts`), so the worker's must not.
         parts = {kind.pixels: pixels, kind.grid: grid}
-        found = _Processed(parts, sum(math.prod(sizes) for sizes in grid.tolist()), pixels.nbytes)
+        found = _Processed(parts, sum(math.prod(sizes) for sizes in grid.tolist()))
         if key is not None:
-            self._kept[key] = found
-            self._bytes += found.nbytes
-            while self._bytes > self._most_bytes:
-                _, oldest = self._kept.popitem(last=False)
-                self._bytes -= oldest.nbytes
+            self._kept.put(key, found, pixels.nbytes)
         return found
 
 
