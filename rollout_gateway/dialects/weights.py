@@ -288,7 +288,7 @@ def _nccl_id(given: str) -> str:
 
 @dataclass(slots=True)
 class TransferState(DialectState):
-    """The state between the calls of an update."""
+    """The state between the calls of an update. A gateway has one, so one trainer sends updates at a time."""
 
     #: Set by AReaL's `/areal_set_update_weight_meta`: the tensors of the next update.
     announced: TensorsBody | None = None
