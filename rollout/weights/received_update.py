@@ -121,6 +121,10 @@ class ReceivedUpdate:
         """Whether its `commit` has come."""
         return self._commit is not None
 
+    def summary(self) -> dict[str, Any]:
+        """The update as `status` reports it."""
+        return {**self.incoming.summary(), "committed": self.is_committed}
+
     def commit(self, options: Mapping[str, Any], reply: Reply) -> None:
         """Take the `commit`, which is answered once the update is in use or rejected."""
         now_s, incoming = time.monotonic(), self.incoming

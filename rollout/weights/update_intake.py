@@ -374,7 +374,7 @@ class UpdateIntake:
                 "version": self.version,
                 "state": state,
                 "waits_for": self.waits_for,
-                "incoming": received and received.incoming.summary(),
+                "incoming": received and received.summary(),
                 "last": self.last and self.last.reply(),
                 "transports": list(self._receivers),
                 "apply": self._memories.staging.memory.name,

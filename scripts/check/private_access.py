@@ -2,13 +2,14 @@
 
 A name is private to the folder in which a class, a function or an attribute of it is made. Names of other libraries and
 the methods of named tuples do not count. The product has no such access. Tests have the ones that
-`private_access_allowed.txt` lists, a line each: `file: expression`. A line that no test needs is an error, too.
+`private_access_allowed.txt` lists, a line each: `file: expression  # why`; `monkeypatch.setattr` of a private name is
+one, too. A line that no test needs, or without a reason, is an error.
 """
 
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +47,13 @@ def accesses(root: Path) -> tuple[list[Access], list[Access]]:
     return outside, [access for file, tree in tests for access in _uses(root, file, tree, homes, _made(tree))]
 
 
-def problems(root: Path, allowed: set[str]) -> list[str]:
-    """Accesses that are not allowed, and allowed ones that no test has any more."""
+def problems(root: Path, lines: Iterable[str]) -> list[str]:
+    """Accesses that are not allowed, and lines of allowed ones that no test has any more, or that give no reason."""
+    reasons = {entry: why for entry, _, why in (line.partition("  # ") for line in lines)}
     outside, of_tests = accesses(root)
+    allowed = {entry for entry, why in reasons.items() if why.strip()}
     new = [*outside, *(access for access in of_tests if access.entry not in allowed)]
-    unused = sorted(allowed - {access.entry for access in of_tests})
+    unused = sorted(reasons.keys() - {access.entry for access in of_tests})
     return [*map(str, new), *(f"{ALLOWED.name}: remove the line {entry!r}: no test needs it" for entry in unused)]
 
 
@@ -70,8 +73,8 @@ def _made(tree: ast.Module) -> set[str]:
                 names.add(name)
             case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
                 names.add(name)
-            case ast.Constant(value=str(name)):  # an entry of __slots__
-                names.add(name)
+            case ast.Assign(targets=[ast.Name(id="__slots__")], value=entries):
+                names |= {str(entry.value) for entry in ast.walk(entries) if isinstance(entry, ast.Constant)}
     return {name for name in names if _private(name)}
 
 
@@ -79,16 +82,24 @@ def _uses(
     root: Path, file: Path, tree: ast.Module, homes: dict[str, set[Path]], own: frozenset[str] | set[str] = frozenset()
 ) -> Iterator[Access]:
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or not _private(node.attr) or node.attr in own:
-            continue
-        of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        if not of_itself and node.attr in homes and file.parent not in homes[node.attr]:
-            yield Access(file.relative_to(root), node.lineno, ast.unparse(node))
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name):
+                expression = ast.unparse(node)
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str(expression)), _]):
+                name = expression.rpartition(".")[2]
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[owner, ast.Constant(value=str(name)), _]):
+                expression = f"{ast.unparse(owner)}.{name}"
+            case _:
+                continue
+        if _private(name) and name not in own and name in homes and file.parent not in homes[name]:
+            yield Access(file.relative_to(root), node.lineno, expression)
 
 
 def main() -> int:
     """Print the problems; returns 1 if there is any."""
-    found = problems(Path.cwd(), set(ALLOWED.read_text(encoding="utf-8").splitlines()))
+    found = problems(Path.cwd(), ALLOWED.read_text(encoding="utf-8").splitlines())
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 
