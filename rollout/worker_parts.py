@@ -70,7 +70,6 @@ def served_model(settings: Settings, loaded: LoadedModel, longest: int, eos: tup
         eos,
         sparse=loaded.spec.moe is not None,
         routing=kept_routing(settings.engine, loaded.model),
-        adapters=settings.engine.adapter_slots > 0,
         sleep=settings.engine.sleep,
         min_version=settings.weights.min_version,
         images=native(loaded.model).spec.tower if settings.model.images else None,

@@ -23,6 +23,7 @@ from rollout.service.requests.schema import OPS, GenerateMessage, RequestHeader
 from scripts.gateway_reference import allowed_values
 from scripts.tables import table
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.request_fields import ENGINE_FIELDS
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 _SEQUENCE = SequenceStatus(("", "#"), 0, "decode", 0, 0, 0, 0, 0.0, None, 0)
@@ -71,8 +72,10 @@ def _generate() -> Iterator[str]:
 
 
 def _generate_rows() -> Iterator[tuple[str, str]]:
-    meanings, schema = _comments(GenerateMessage), GenerateMessage.model_json_schema()["properties"]
-    for meaning, same in groupby(_own_fields(GenerateMessage), lambda each: meanings[each[0]]):
+    meanings = _comments(GenerateMessage) | {entry.name: entry.meaning for entry in ENGINE_FIELDS}
+    fields, schema = dict(_own_fields(GenerateMessage)), GenerateMessage.model_json_schema()["properties"]
+    ordered = ((name, fields[name]) for name in meanings if name in fields)
+    for meaning, same in groupby(ordered, lambda each: meanings[each[0]]):
         shown = ", ".join(_with_default(name, field, schema[name]) for name, field in same)
         if not meaning:
             raise ValueError(f"{shown} of GenerateMessage needs a comment with its meaning")

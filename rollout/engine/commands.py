@@ -33,7 +33,7 @@ from rollout.engine.messages.to_engine import (
 from rollout.engine.messages.to_service import Done, Event, Failed, Flushed, Rejected
 from rollout.engine.parts import EngineLinks, EngineParts
 from rollout.engine.schedule.command_feature import carry_out
-from rollout.engine.schedule.step_feature import RefusalError, lacks, untaken
+from rollout.engine.schedule.step_feature import RefusalError, untaken
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -131,8 +131,8 @@ class Commands:
         roster = parts.roster
         if self._gate.sleep.ordered:
             return Failed(command.token, "this worker is asleep: wake it first", code="unavailable")
-        for name in untaken(command, roster.of_requests):
-            return Failed(command.token, lacks(name), name)
+        for name, reason in untaken(command, roster.of_requests):
+            return Failed(command.token, reason, name)
         try:
             edition = sum(feature.edition(command) for feature in roster.variants)
         except RefusalError as error:

@@ -13,7 +13,7 @@ from rollout.models.vision_spec import TowerSpec
 from rollout.network.router_socket import PolledQueue
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.text.codec import TextCodec
-from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
+from trainer_bridge.wire.request_fields import ENGINE_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class ServedModel:
     eos_ids: tuple[int, ...] = ()
     sparse: bool = False  # a mixture of experts
     routing: RoutingShape | None = None  # shape of the expert records; None: not recorded
-    adapters: bool = False  # requests may name adapters
     sleep: bool = False  # sleep and wake are offered
     min_version: int = 0  # no completion begins under an older version
     images: TowerSpec | None = None  # the vision tower; None: requests have no images
@@ -92,11 +91,10 @@ def default_capabilities(
         offered += ["weights", "min_version"]
     if engine.views is not None:
         offered += ["trace", "sequences"]
-    offered += ["stream", "join_chunks", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
-    offered += ["min_complete", "max_version_span", "max_kv_age", "session", "end_session", "end_of_session", "fork"]
-    offered += ["lease_s", "prefetch"]
-    offered += ["logprobs", *SCORE_FIELDS, SCORED_TOKENS_FIELD, "return_prompt_ids", "cache_salt"]
-    offered += ["thinking_token_budget", "repetition_detection"]
+    offered += ["stream", "join_chunks", "continue_from", "detached", "constraint.token_ids"]
+    offered += ["session", "end_session", "end_of_session", "fork", "lease_s", "prefetch", "return_prompt_ids"]
+    offered += ["cache_salt", "thinking_token_budget", "repetition_detection"]
+    offered += [entry.name for entry in ENGINE_FIELDS if entry.flag is None]
     if grammars:
         offered.append("constraint")
     if model.routing is not None:

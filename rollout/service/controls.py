@@ -34,15 +34,6 @@ from trainer_bridge.wire.errors import BadRequest, Overloaded, RolloutError
 _MAX_WAITING = 1024  # control messages without a reply
 _MAX_WEIGHTS_WAITING = 64  # weights messages without a reply; each may hold a manifest
 
-Order = (
-    requests.PauseMessage
-    | requests.ResumeMessage
-    | requests.SleepMessage
-    | requests.WakeMessage
-    | requests.LoadAdapterMessage
-    | requests.UnloadAdapterMessage
-)
-
 
 class Controls:
     """Takes control messages on the service thread and answers them there.
@@ -74,7 +65,7 @@ class Controls:
         self._ended: dict[int, Callable[[], None]] = {}  # token -> call after the answer to the command
         self._weights_waiting = 0
 
-    def take(self, peer: ReplyAddress, message: Order) -> None:
+    def take(self, peer: ReplyAddress, message: requests.OrderMessage) -> None:
         """Give an order to the engine. Raises `RolloutError`."""
         match message:
             case requests.PauseMessage():

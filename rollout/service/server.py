@@ -27,7 +27,7 @@ from rollout.network.access import Access
 from rollout.network.router_socket import open_router, receive_parts
 from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddress, default_capabilities
 from rollout.service.connections import Connections, Disconnects, ReplyAddress
-from rollout.service.controls import Controls, Order, Shutdowns
+from rollout.service.controls import Controls, Shutdowns
 from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
 from rollout.service.delivery.replies import error_reply, ok_reply
 from rollout.service.generation import Generation
@@ -305,18 +305,10 @@ class Server:
             case requests.WeightsMessage():
                 self._controls.weights(peer, header)
             case _:
+                assert isinstance(message, requests.OrderMessage), message.op
                 self._controls.take(peer, message)
-                if self._ends_requests(message):
+                if isinstance(message, requests.PauseMessage | requests.SleepMessage) and message.mode == "abort":
                     self._generation.cancel_preparing()
-
-    def _ends_requests(self, order: Order) -> bool:
-        match order:
-            case requests.PauseMessage():
-                return order.mode == "abort"
-            case requests.SleepMessage():
-                return order.mode == "abort"
-            case _:
-                return False
 
     def _shut_down(self, mode: Literal["drain", "now"], token: int | None) -> None:
         self._generation.draining = True

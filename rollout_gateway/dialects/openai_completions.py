@@ -12,11 +12,12 @@ from rollout_gateway.answers.text_pieces import text_pieces, worker_decodes
 from rollout_gateway.answers.views import CompletionViews
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.kv_hints import ForkField
-from rollout_gateway.prompts.sampling import MAX_TOP, OpenAiBody, TokenId
+from rollout_gateway.prompts.sampling import OpenAiBody, TokenId
 from rollout_gateway.requests.call import Call, StreamedChunk, check_stream, fork_fields
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.request_fields import MAX_TOP_LOGPROBS
 
 _MAX_PROMPTS = 4096
 
@@ -29,7 +30,7 @@ class CompletionBody(OpenAiBody, ForkField):
     prompt: (
         str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)] | None
     ) = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
 
     @property

@@ -19,11 +19,12 @@ from rollout_gateway.answers.views import CompletionViews
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.kv_hints import ForkField, KvFields
-from rollout_gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, Int32, SamplingBody, TokenId
+from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, Int32, SamplingBody, TokenId
 from rollout_gateway.requests.call import Call, check_stream, fork_fields
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
+from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED
 
 _MAX_PROMPTS = 4096
 _STREAM_EVERY = 16  # tokens of an event: each event repeats all earlier text
@@ -135,7 +136,7 @@ class SglangBody(KvFields, ForkField):
     rid: str | list[str] | None = None
     return_logprob: bool = False
     logprob_start_len: Int32 = -1
-    top_logprobs_num: int = Field(0, ge=0, le=MAX_PROMPT_TOP)
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_PROMPT_TOKENS_SCORED)
     token_ids_logprob: list[TokenId] | list[list[TokenId]] | None = None
     return_routed_experts: bool = False
     routed_experts_start_len: int = Field(0, ge=0, le=MAX_TOKEN_ID)

@@ -22,7 +22,7 @@ from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.chat_messages import Rendering, render_chat
 from rollout_gateway.prompts.kv_hints import ForkField
-from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, MOST_IDS, RequestFields, SamplingBody, TokenId
+from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, MOST_IDS, RequestFields, SamplingBody, TokenId
 from rollout_gateway.requests.call import Call, StreamedChunk, check_stream, fork_fields
 from rollout_gateway.requests.chat_body import Tool
 from rollout_gateway.requests.http_request import POST, Endpoint, HttpRequest
@@ -30,6 +30,7 @@ from rollout_gateway.workers.workers import TokenRequest
 from trainer_bridge.client.media import MediaItem
 from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.wire.media_hash import PIXEL_TYPES
+from trainer_bridge.wire.request_fields import MAX_TOP_LOGPROBS
 
 _PIXELS: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in PIXEL_TYPES.items()}
 #: The experts of a completion, from a position on, in the form of an answer.
@@ -75,7 +76,7 @@ ChosenId = Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)]
 class GenerateParams(SamplingBody):
     """The `sampling_params` of a request."""
 
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprob_token_ids: list[ChosenId] | list[list[ChosenId]] | None = None
     prompt_logprob_start: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     routed_experts_prompt_start: int = Field(0, ge=0, le=MAX_TOKEN_ID)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, create_model
 
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
 from rollout_gateway.prompts.kv_hints import KvFields
 from trainer_bridge.client.results import Chunk
+from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED
+from trainer_bridge.wire.sampling_rules import RULES
 
 MAX_TOKEN_ID = 2**31 - 1
-MAX_TOP = 20  # likeliest tokens at each position
-MAX_PROMPT_TOP = 256  # the same of a prompt
 #: Ids of tokens that a request names at positions of its prompt, in rows of one length: a short body may ask for any
 #: number, and a worker cuts off what sends it twice its default limit of 64 MiB.
 MOST_IDS = 1 << 24
@@ -117,13 +117,23 @@ class RepetitionBody(Body):
     min_count: Int32 = 0
 
 
-class SamplerFields(Body):
-    """Sampling fields that all dialects but SGLang's and Tinker's have under these names. The worker checks ranges."""
+if TYPE_CHECKING:
+    from rollout_gateway.http.bodies import Body as _Rules
+else:  # the sampling rules; each dialect has three of them with types of its own
+    _Rules = create_model(
+        "Rules",
+        __base__=Body,
+        **{
+            rule.name: (Int32 if rule.kind is int else Number, rule.default)
+            for rule in RULES
+            if rule.name not in ("temperature", "top_p", "top_k")
+        },
+    )
 
-    min_p: Number = 0.0
-    repetition_penalty: Number = 1.0
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
+
+class SamplerFields(_Rules):
+    """Sampling fields that all dialects but Tinker's have under these names. The worker checks ranges."""
+
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logit_bias: dict[str, Number] | None = None
     min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
@@ -165,7 +175,7 @@ class SamplingBody(SamplerFields):
     top_k: Int32 = 0
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     stop: Annotated[list[str], BeforeValidator(_strings)] = []
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOP)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOKENS_SCORED)
 
     def thought_budget(self, within: str = "") -> tuple[int | None, str]:
         """The most tokens of a thought, None for any number, and the name of the field that says so."""
@@ -175,13 +185,8 @@ class SamplingBody(SamplerFields):
     def worker_fields(self, within: str = "") -> dict[str, Any]:
         """The arguments of `generate` for these fields. `within` goes in front of names in errors."""
         fields: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+            **{rule.name: getattr(self, rule.name) for rule in RULES},
             "top_k": 0 if self.top_k > _LARGEST_VOCABULARY else self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed in (None, -1) else self.seed % 2**63,  # -1: none, as in vLLM
             "max_tokens": self.max_tokens,
             "stop": {

@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from rollout_gateway.answers.views import DemandedCalls
 from rollout_gateway.http.http_errors import HttpError, Names, bad_request
 from rollout_gateway.prompts.chat_messages import Rendering
-from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, MAX_TOP, CacheSalt, Int32, OpenAiBody, SamplerFields
+from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, CacheSalt, Int32, OpenAiBody, SamplerFields
+from trainer_bridge.wire.request_fields import MAX_TOP_LOGPROBS
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class ChatBody(OpenAiBody):
 
     messages: list[Any]
     logprobs: Annotated[bool, BeforeValidator(_from_digit)] = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None

@@ -63,7 +63,7 @@ def decode_row(engine: Engine, vocab: int, rows: int, asking: int, args: argpars
                 Prompt.of_tokens(rng.integers(0, vocab, args.prompt).astype(np.int32)),
                 args.new,
                 sampling=SamplingParams(seed=i),
-                top_logprobs=args.tops if i < asking else 0,
+                logprobs=args.tops if i < asking else 0,
             )
             for i in range(rows)
         ],
@@ -96,8 +96,8 @@ def batch_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     def tokens(*shape: int) -> np.ndarray:
         return rng.integers(0, vocab, shape).astype(np.int32)
 
-    named = {"prompt_chosen": tokens(args.chosen), "prompt_entropy": True}
-    last = {"prompt_logprobs": True, "prompt_last": args.last, **named}
+    named = {"prompt_logprob_token_ids": tokens(args.chosen), "prompt_entropy": True}
+    last = {"prompt_logprobs": True, "prompt_logprobs_last": args.last, **named}
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "last": last,

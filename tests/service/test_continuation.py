@@ -1,13 +1,11 @@
 """`continue_from` as a resuming client sends it: nothing generated yet, drawn log-probs, text that goes on."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from rollout.engine.messages.to_service import Finish
 from rollout.service.text.stop_strings import StopText
-from tests.support.service.harness import MODEL, delta, done, serving
+from tests.support.service.harness import delta, done, serving
 
 
 def test_a_completion_without_tokens_begins_from_its_own_seed(bench):
@@ -105,7 +103,7 @@ def test_an_adapters_tokens_go_on_with_an_adapter_or_without_its_versions():
     """Marks that went on over the model's own tokens would name a version that did not draw them."""
     prior = {"token_ids": [11, 12], "seed": 77, "adapter_versions": [[0, 3]]}
     fields = {"prompt": [1], "max_tokens": 5}
-    with serving(model=replace(MODEL, adapters=True)) as bench:
+    with serving() as bench:
         client = bench.client()
         refused = client.ask("generate", "r", continue_from=prior, **fields)
         assert (refused["code"], refused["field"]) == ("bad_request", "adapter")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rollout.engine.messages.requests import MAX_TOP_LOGPROBS
 from rollout.engine.messages.to_service import Finish
 from rollout.service.requests.fields import top_id_rows, top_logprob_rows
 from tests.support.robustness.corpus import PLAIN, junk
 from tests.support.service.harness import ServedModel, delta, done, serving
 from trainer_bridge.wire.prompt_tops import PromptTops
+from trainer_bridge.wire.request_fields import MAX_TOP_LOGPROBS
 
 PROMPT = np.array([np.nan, -0.5, -1.5], np.float32)
 
@@ -23,7 +23,7 @@ def tops(tokens: list[int], k: int) -> dict[str, np.ndarray]:
 
 
 def scored(request, index: int, offset: int, tokens: list[int], **more):
-    return delta(request.key, index, offset, tokens, **tops(tokens, request.top_logprobs), **more)
+    return delta(request.key, index, offset, tokens, **tops(tokens, request.logprobs), **more)
 
 
 def test_they_are_asked_for_and_come_in_result_and_chunks(bench):
@@ -31,7 +31,7 @@ def test_they_are_asked_for_and_come_in_result_and_chunks(bench):
     fields = {"stream": "tokens", "stream_every": 1, "logprobs": 3, "prompt_logprobs": True}
     client.send("generate", prompt=[1, 2, 3], n=2, max_tokens=9, **fields)
     request = bench.submitted()
-    assert (request.top_logprobs, request.prompt_logprobs) == (3, True)
+    assert (request.logprobs, request.prompt_logprobs) == (3, True)
     bench.put(scored(request, 1, 0, [5], finish=Finish("length")))
     bench.put(scored(request, 0, 0, [5, 6], prompt_logprobs=PROMPT))
     bench.put(scored(request, 0, 2, [7], finish=Finish("length")), replace(done(request), prompt_logprobs=PROMPT))
@@ -51,7 +51,7 @@ def test_ranks_and_tops_of_the_prompt_come_with_its_log_probs(bench):
     client = bench.client()
     client.send("generate", prompt=[1, 2, 3], max_tokens=9, stream="tokens", stream_every=1, prompt_top_logprobs=2)
     request = bench.submitted()
-    assert (request.prompt_logprobs, request.prompt_tops) == (True, 2)
+    assert (request.prompt_logprobs, request.prompt_top_logprobs) == (True, 2)
     ranks, rows = np.array([0, 1, 3], np.int32), tops([0, 5, 7], 2)
     prompt = {"prompt_logprobs": PROMPT, "prompt_tops": PromptTops(ranks, rows["top_ids"], rows["top_logprobs"])}
     bench.put(delta(request.key, 0, 0, [5], **prompt))
@@ -74,7 +74,7 @@ def test_who_does_not_ask_gets_neither(bench):
     client = bench.client()
     client.send("generate", prompt=[1], max_tokens=9, logprobs=0, prompt_logprobs=False)
     request = bench.submitted()
-    assert (request.top_logprobs, request.prompt_logprobs) == (0, False)
+    assert (request.logprobs, request.prompt_logprobs) == (0, False)
     bench.finish(request)
     result = client.receive()
     assert not {"top_ids", "top_logprobs", "prompt_logprobs", "prompt_ranks"} & (
@@ -234,9 +234,9 @@ def test_chosen_tokens_and_entropy_are_asked_for_and_come_as_arrays(bench):
     fields = {"prompt_logprobs_last": 2, "prompt_top_logprobs": 40, "prompt_entropy": True}
     client.send("generate", prompt=[1, 2, 3], max_tokens=0, stream="tokens", prompt_logprob_token_ids=ids, **fields)
     request = bench.submitted()
-    assert (request.prompt_logprobs, request.prompt_last, request.prompt_tops) == (True, 2, 40)
-    np.testing.assert_array_equal(request.prompt_chosen, ids)
-    assert request.prompt_chosen.dtype == np.int32 and request.prompt_entropy and request.scored_from == 1
+    assert (request.prompt_logprobs, request.prompt_logprobs_last, request.prompt_top_logprobs) == (True, 2, 40)
+    np.testing.assert_array_equal(request.chosen, ids)
+    assert request.chosen.dtype == np.int32 and request.prompt_entropy and request.scored_from == 1
     told = {
         "prompt_logprobs": PROMPT[1:],
         "prompt_tops": PromptTops.unknown(2, 40),
@@ -254,8 +254,8 @@ def test_chosen_tokens_and_entropy_are_asked_for_and_come_as_arrays(bench):
 def test_chosen_tokens_of_all_positions_or_of_each(bench, ids):
     bench.client().send("generate", prompt=[1, 2, 3], max_tokens=0, prompt_logprob_token_ids=ids)
     request = bench.submitted()
-    np.testing.assert_array_equal(request.prompt_chosen, ids)
-    assert request.prompt_logprobs and request.prompt_tops is None and request.scored_from == 0
+    np.testing.assert_array_equal(request.chosen, ids)
+    assert request.prompt_logprobs and request.prompt_top_logprobs is None and request.scored_from == 0
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_chosen_tokens_of_all_positions_or_of_each(bench, ids):
         ({"prompt_top_logprobs": True}, "prompt_top_logprobs", "valid integer"),
         ({"continue_from": {**OLD, **tops([1, 2], 3)}}, "logprobs", "make them equal"),
         ({"continue_from": {**OLD, **tops([1, 2], 3)}, "logprobs": 2}, "logprobs", "has 3 top tokens"),
-        ({"continue_from": {**OLD, **tops([1], 3)}, "logprobs": 3}, "continue_from", "has 1 rows"),
+        ({"continue_from": {**OLD, **tops([1], 3)}, "logprobs": 3}, "continue_from", "has 1 entries"),
         (
             {"continue_from": {**OLD, "top_ids": [[1], [2]]}, "logprobs": 1},
             "continue_from",
@@ -393,4 +393,4 @@ def test_scores_of_the_tokens_that_are_asked_for_have_to_fit_a_reply(fields, fie
         refused = client.ask("generate", prompt=[1] * 40, max_tokens=0, **fields)
         assert (refused["code"], refused["field"]) == ("bad_request", field)
         client.send("generate", prompt=[1] * 40, max_tokens=0, prompt_logprobs_last=20, **fields)
-        assert bench.submitted().prompt_last == 20
+        assert bench.submitted().prompt_logprobs_last == 20

@@ -199,7 +199,6 @@ def test_a_prefetch_names_tokens_or_a_session(bench, client):
         ({"prompt": [302]}, "bad_request", "prompt"),
         ({"prompt": [-1]}, "bad_request", "prompt"),
         ({"prompt": [1], "cache_salt": ""}, "bad_request", "cache_salt"),
-        ({"prompt": [1], "adapter": "a"}, "bad_request", "adapter"),
         ({"prompt": [1], "lease_s": 3}, "bad_request", "lease_s"),
     ],
 )

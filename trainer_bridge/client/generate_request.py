@@ -15,6 +15,7 @@ from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.wire.columns import COLUMNS, MARKS
 from trainer_bridge.wire.near_names import near_name
+from trainer_bridge.wire.request_fields import EngineArguments
 from trainer_bridge.wire.sampling_rules import RULES, SamplingFields
 
 Prompt = str | Sequence[int] | np.ndarray | MediaPrompt
@@ -24,7 +25,7 @@ _INT32 = np.iinfo(np.int32)
 _HALF = "\ufffd"  # end of a text with an incomplete last character; the next token completes it
 
 
-class GenerateFields(SamplingFields, total=False):
+class GenerateFields(EngineArguments, SamplingFields, total=False):
     """The keyword arguments of `generate`: the protocol's fields, and more choices.
 
     - sampling rules, `seed` and `logit_bias` also outside of `sampling`;
@@ -42,7 +43,6 @@ class GenerateFields(SamplingFields, total=False):
     stop: (
         str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None
     )  # keys of a map: token_ids, strings, ignore_eos, min_tokens
-    deadline_s: float | None  # seconds from when the worker takes it; then it ends with what it has
     thinking_token_budget: int | None  # tokens of a thought, after which its end is forced: `forced`; needs `thinking`
     thinking: Mapping[str, Any] | None  # `start` and `end` of a thought, token ids or text
     repetition_detection: Mapping[str, int] | None  # max_pattern_size, min_count, min_pattern_size: ends a loop
@@ -57,23 +57,11 @@ class GenerateFields(SamplingFields, total=False):
     return_prompt_ids: bool  # the token ids of the prompt, also of a text or messages: `prompt_token_ids`
     metadata: Mapping[str, Any] | None  # echoed as it is
     continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1
-    priority: int  # higher is admitted first and preempted last
     # fields for workers whose `status.capabilities` list them
-    logprobs: int  # number of likeliest tokens at each position (`top_ids`); the token's own log-prob always comes
-    prompt_logprobs: bool  # log-probs of the prompt's tokens in the result
-    prompt_top_logprobs: int  # these, their ranks, and the k likeliest tokens at each position: `prompt_tops`
-    #: These, and log-probs of up to 256 named tokens, int32 [k] or [scored tokens, k]: `prompt_chosen_logprobs`
-    prompt_logprob_token_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray
-    prompt_entropy: bool  # these, and the entropy of each one's distribution: `prompt_entropy`
-    prompt_logprobs_last: int  # score only this number of tokens at the end of the prompt
-    min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None  # json_schema, regex, grammar, choices or token_ids; `after` a marker
-    adapter: str | None  # name of a loaded LoRA adapter: `adapter_versions`
     cache_salt: str | None  # KV of prompts is reused only among requests with the same salt
     min_version: int | None
-    max_version_span: int | None
-    max_kv_age: int | None  # the most versions by which KV of earlier requests may be older; 0: `kv_versions` is new
     detached: bool
     session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
     session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set

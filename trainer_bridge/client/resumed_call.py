@@ -28,7 +28,8 @@ from trainer_bridge.client.media import MediaPrompt
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
 from trainer_bridge.wire.finish_reasons import FinishReason
-from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD, PromptScores
+from trainer_bridge.wire.prompt_tops import PromptScores
+from trainer_bridge.wire.request_fields import SCORE_FIELDS
 
 _SEED_BITS = 63
 
@@ -290,7 +291,7 @@ def continued_plan(
     With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
     stays here, since it may be large: chunks bring what is added to it.
     """
-    left_out = {"n", "min_complete", *((*SCORE_FIELDS, SCORED_TOKENS_FIELD) if scored else ())}
+    left_out = {"n", "min_complete", *((*SCORE_FIELDS, "prompt_logprobs_last") if scored else ())}
     fields = {name: value for name, value in plan.fields.items() if name not in left_out}
     if "sampling" in fields:
         fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}

@@ -36,6 +36,7 @@ from trainer_bridge.client.results import Completion, GenerateResult
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.finish_reasons import COMPLETE
+from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:
     import torch
@@ -358,7 +359,6 @@ def async_grpo_parts(
     weights = WeightTransfer(endpoints, curve=curve, **publisher_options)
     per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     ahead = args.max_inflight_tasks if args.max_inflight_tasks > 0 else max(args.max_staleness, 1) * per_step
-    sampling = {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
     rollouts = RolloutWorker(
         endpoints,
         dataset,
@@ -366,14 +366,12 @@ def async_grpo_parts(
         tokenizer,
         num_generations=args.num_generations,
         max_tokens=args.max_completion_length,
-        temperature=args.temperature,
         ahead=min(ahead, args.queue_maxsize) if args.queue_maxsize > 0 else ahead,
         seed=args.seed,
         timeout_s=args.request_timeout,
         chat_template_kwargs=args.chat_template_kwargs,
         weights=weights,
         curve=curve,
-        repetition_penalty=args.repetition_penalty,
-        **sampling,
+        **{rule.name: getattr(args, rule.name, rule.default) for rule in RULES},
     )
     return {"rollout_worker": rollouts, "weight_transfer": weights}

@@ -32,6 +32,7 @@ from trainer_bridge.client.media import MediaPrompt, processor_prompt
 from trainer_bridge.client.results import Completion
 from trainer_bridge.integrations.trl import WeightTransfer, check_ended
 from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:
     import torch
@@ -174,11 +175,7 @@ class WorkerGeneration(VLLMGeneration):
 
     def _fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
+            **{rule.name: getattr(self, rule.name) for rule in RULES if hasattr(self, rule.name)},
             "min_version": self._version,
         }
         if self.structured_outputs_regex is not None:

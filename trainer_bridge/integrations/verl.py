@@ -37,6 +37,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.address import bracketed, host_of, is_loopback
 from trainer_bridge.wire.errors import NotFound, RolloutError
 from trainer_bridge.wire.finish_reasons import COMPLETE
+from trainer_bridge.wire.sampling_rules import RULES
 
 NAME = "rollout"
 _PUBLISHED = "published"  # the wire format of updates that workers have already
@@ -70,10 +71,7 @@ except Exception as error:
     _log.error("verl's rollout.name=%s is missing: %s: %s", NAME, type(error).__name__, error)
     raise
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "constraint"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+_SAMPLING = (*(rule.name for rule in RULES), "seed", "max_tokens", "constraint")
 
 
 # --- the worker and its actor -----------------------------------------------------------------------------------------

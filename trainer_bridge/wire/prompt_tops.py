@@ -94,6 +94,3 @@ PROMPT_FIELDS = (
     *("prompt_logprobs", "prompt_version", "prompt_ranks", "prompt_top_ids", "prompt_top_logprobs"),
     *("prompt_chosen_logprobs", "prompt_entropy"),
 )
-#: The fields of a request for scores of the prompt, and the field that selects tokens.
-SCORE_FIELDS = ("prompt_logprobs", "prompt_top_logprobs", "prompt_logprob_token_ids", "prompt_entropy")
-SCORED_TOKENS_FIELD = "prompt_logprobs_last"

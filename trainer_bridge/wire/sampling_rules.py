@@ -21,29 +21,24 @@ list with its own limits and its own tensors in the row state. `stop.min_tokens`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-_INT32_MAX = 2**31 - 1
+from trainer_bridge.wire.declarations import INT32_MAX, Declared, declared, entries_of
+
 MIN_TEMPERATURE = 1e-3
 
 #: The part of the draw that a rule belongs to. A step leaves a part out when no row needs it.
 Part = Literal["temperature", "truncation", "penalty"]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRule:
-    """The declaration of one rule. Its values are integers or floats, as its default is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRule(Declared):
+    """The declaration of one rule. Its values are integers or floats, as its default is, which changes nothing."""
 
-    name: str
-    default: float  # changes nothing
     part: Part
-    meaning: str  # description in help texts
     least: float
     most: float
-    above_least: bool = False  # `least` itself is out of range
-    check: Callable[[Any], None] | None = None  # checks beyond the range; raises ValueError that says what to send
     off: float | None = None  # value in the row state in place of the default; None: the default
 
     @property
@@ -66,13 +61,7 @@ class SamplingRule:
 
 def rule(default: float, part: Part, meaning: str, *, least: float, most: float, **more: Any) -> Any:
     """A field of `SamplingRules`. The arguments are fields of `SamplingRule`."""
-    entry = {"default": default, "part": part, "meaning": meaning, "least": least, "most": most, **more}
-    return field(default=default, metadata=entry)
-
-
-def rules_of(table: type[SamplingRules]) -> tuple[SamplingRule, ...]:
-    """The rules that the fields of a class declare."""
-    return tuple(SamplingRule(entry.name, **entry.metadata) for entry in fields(table))
+    return declared(default, meaning, part=part, least=least, most=most, **more)
 
 
 def _check_temperature(value: Any) -> None:
@@ -103,7 +92,7 @@ class SamplingRules:
         off=float("inf"),
     )
     top_k: int = rule(
-        0, "truncation", "keep this many of the likeliest tokens; 0 keeps all", least=0, most=_INT32_MAX, off=_INT32_MAX
+        0, "truncation", "keep this many of the likeliest tokens; 0 keeps all", least=0, most=INT32_MAX, off=INT32_MAX
     )
     min_p: float = rule(
         0.0, "truncation", "keep tokens with at least this share of the probability of the likeliest", least=0, most=1
@@ -139,4 +128,4 @@ class SamplingFields(TypedDict, total=False):
     frequency_penalty: float
 
 
-RULES = rules_of(SamplingRules)
+RULES = entries_of(SamplingRules, SamplingRule)

@@ -1,13 +1,13 @@
 """A request in the engine, and the bounds of its fields."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
 from rollout.constraints.matcher import ANYTHING, Constraint
 from rollout.engine.messages.prompts import Prompt
+from trainer_bridge.wire.declarations import declared, entries_of
+from trainer_bridge.wire.request_fields import EngineFields, RequestField
 from trainer_bridge.wire.sampling_rules import SamplingRules
 
 #: (client, request id): identifies a request, to cancel it, to find its result, to detect a duplicate.
@@ -22,10 +22,6 @@ VersionRuns = list[tuple[int, int]]
 #: `min_tokens`: each row has room for them on the device. Without `min_tokens` only the host compares stop token ids.
 MAX_LOGIT_BIAS = 512
 MAX_STOP_IDS = 64
-#: The most top tokens that a request can ask for at each position: the slots' buffers have this size.
-MAX_TOP_LOGPROBS = 20
-#: The same for a position of the prompt: likeliest tokens, and tokens that the request names.
-MAX_PROMPT_TOKENS_SCORED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +80,16 @@ class Prior:
 
 #: The `prior` of a completion that begins here, and gets its own seed.
 NOTHING_BEFORE = Prior(np.zeros(0, np.int32))
-#: The `prompt_chosen` of a request that names no tokens.
+#: The `chosen` of a request that names no tokens.
 NO_CHOSEN = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt, `n` completions."""
+class Request(EngineFields):
+    """One prompt, `n` completions. Fields as the client sent them are inherited.
+
+    `prompt_logprobs` is set with any score of the prompt.
+    """
 
     key: RequestKey
     prompt: Prompt
@@ -98,39 +97,32 @@ class Request:
     n: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopParams = field(default_factory=StopParams)
-    priority: int = 0
-    deadline_s: float | None = None  # seconds from submission
     stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
     prior: Prior = NOTHING_BEFORE  # set only with n == 1
     min_version: int = 0  # the request waits for weights of this version
     constraint: Constraint = ANYTHING  # applies after `prior`
-    min_complete: int | None = None  # the other completions are cancelled after this number is complete
-    max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
-    max_kv_age: int | None = None  # largest age of reused KV, in weights versions; None: the engine's setting
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
     lease_s: float = 0.0  # time after the request in which its KV is evicted after KV without a lease
-    top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
-    prompt_logprobs: bool = False  # return log-probs of the prompt; the next four fields select tokens and scores
-    prompt_last: int | None = None  # score only this number of tokens at the end of the prompt; None: all
-    prompt_tops: int | None = None  # ranks and this number of top tokens, up to MAX_PROMPT_TOKENS_SCORED; None: neither
-    #: int32 [K] or [scored tokens, K]: return log-probs of these tokens.
-    prompt_chosen: np.ndarray = field(default_factory=lambda: NO_CHOSEN)
-    prompt_entropy: bool = False  # return the entropy at each scored position
-    adapter: str | None = None  # name of the low-rank adapter that its rows use
-    routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing
+    routing_from: int | None = declared(
+        None,
+        "return routing from this position in prompt and completion on",
+        feature="routing",
+        flag="--routing (engine.routing)",
+    )
 
     @property
     def scored_from(self) -> int:
         """The first token of the prompt whose log-prob is wanted, if any is."""
-        return 0 if self.prompt_last is None else len(self.prompt) - self.prompt_last
+        return 0 if self.prompt_logprobs_last is None else len(self.prompt) - self.prompt_logprobs_last
+
+    @property
+    def chosen(self) -> np.ndarray:
+        """Tokens whose log-probs are wanted at each scored position, int32 [K] or [scored tokens, K]."""
+        return NO_CHOSEN if self.prompt_logprob_token_ids is None else self.prompt_logprob_token_ids
 
 
-#: The fields of requests that ask for optional features of steps, and their values where nothing is asked for.
-OF_FEATURES: Mapping[str, object] = MappingProxyType(
-    {"adapter": None, "routing_from": None, "top_logprobs": 0, "prompt_logprobs": False}
-)
-#: The flags of a worker for the fields that not every worker takes.
-FLAGS: Mapping[str, str] = MappingProxyType(
-    {"adapter": "--adapter-slots N (engine.adapter_slots)", "routing_from": "--routing (engine.routing)"}
-)
+#: The fields of requests that ask for optional features of steps.
+OF_FEATURES = tuple(entry for entry in entries_of(Request, RequestField) if entry.feature is not None)
+#: Flags that start a worker with a feature, by its name.
+FLAGS = {entry.feature: entry.flag for entry in OF_FEATURES if entry.flag is not None}

@@ -111,7 +111,7 @@ class AdapterCommand(FeatureCommand):
 
     __slots__ = ()
     feature: ClassVar[str] = "adapters"
-    flag: ClassVar[str] = FLAGS["adapter"]
+    flag: ClassVar[str] = FLAGS["adapters"]
 
 
 @dataclass(frozen=True, slots=True)

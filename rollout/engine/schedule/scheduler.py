@@ -27,7 +27,7 @@ from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, admit,
 from rollout.engine.schedule.completion_events import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.step_feature import AheadPlanner, find_feature, lacks, untaken
+from rollout.engine.schedule.step_feature import AheadPlanner, find_feature, untaken
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
@@ -66,8 +66,8 @@ class Scheduler:
         now = roster.clock()
         group = Group(request, arrived_s=now, client=request.key[0], unfinished=request.n)
         rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
-        for name in untaken(request, roster.of_requests):
-            rejected = rejected or Rejected(request.key, "bad_request", lacks(name), name)
+        for name, reason in untaken(request, roster.of_requests):
+            rejected = rejected or Rejected(request.key, "bad_request", reason, name)
         for feature in roster.of_requests:
             rejected = rejected or feature.enter(group)
         if rejected is not None:

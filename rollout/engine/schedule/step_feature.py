@@ -18,11 +18,11 @@ Some features have more hooks, by what they are:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.messages.requests import FLAGS, OF_FEATURES, Request
+from rollout.engine.messages.requests import OF_FEATURES, Request
 from rollout.engine.messages.statuses import StatusFields
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import DeltaFields, DoneFields, Rejected
@@ -93,9 +93,7 @@ class StepFeature:
 
 
 class RequestFeature(StepFeature):
-    """A feature that requests ask for."""
-
-    takes: ClassVar[frozenset[str]] = frozenset()  # optional fields of requests (`OF_FEATURES`) that ask for it
+    """A feature that requests ask for, by a field that names it (`EngineFields`)."""
 
     def enter(self, group: Group) -> Rejected | None:
         """Called for each new request, before its sequences are made: set the feature's fields of the group.
@@ -178,13 +176,11 @@ def find_feature(features: Collection[object], kind: type[F]) -> F | None:
     return found[0] if found else None
 
 
-def lacks(name: str) -> str:
-    """The reason to refuse a request with a field that no feature takes."""
-    flag = f"; start it with {FLAGS[name]}" if name in FLAGS else ""
-    return f"{name!r} needs a feature that this worker lacks{flag}"
-
-
-def untaken(asked: Request | Prefetch, features: Collection[RequestFeature]) -> list[str]:
-    """The optional fields that are set and that no feature takes."""
-    wanted = [name for name, default in OF_FEATURES.items() if getattr(asked, name, default) != default]
-    return [name for name in wanted if not any(name in feature.takes for feature in features)]
+def untaken(asked: Request | Prefetch, features: Collection[RequestFeature]) -> Iterator[tuple[str, str]]:
+    """The fields that ask for features which this worker lacks, each with the reason to refuse the request."""
+    names = {feature.name for feature in features}
+    for entry in OF_FEATURES:
+        if entry.feature not in names and getattr(asked, entry.name, entry.default) != entry.default:
+            start = f"start it with {entry.flag}, or " if entry.flag else ""
+            cure = f"{start}remove the field (see 'capabilities' in the status)"
+            yield entry.name, f"this worker does not offer {entry.name!r}; {cure}"

@@ -206,26 +206,16 @@ class CompletionDelivery:
 
     def part(self, start: Position) -> dict[str, Any]:
         """The fields of a chunk: all tokens after `start`, and the end if it is reached."""
-        fields = {"index": self.index, "offset": start.tokens, **self._columns.fields(start.tokens), "seed": self._seed}
+        fields = {"offset": start.tokens, **self._fields(start.tokens)}
         if self._shown is not None:
             self._shown.seek(start.chars - self.start.chars)
             fields["text"] = self._shown.read()
-        if self._routing is not None:
-            fields |= self._routing.fields(start.tokens, self._columns.count)
-        if start.tokens == self.start.tokens:
-            fields |= self.prompt_scores
-        fields |= self._mark_fields(start.tokens)
-        return fields | self._finish_fields()
+        return fields | self.prompt_scores if start.tokens == self.start.tokens else fields
 
     def result_fields(self, *, with_text: bool) -> dict[str, Any]:
         assert self.finish is not None, "a result needs finished completions"
-        fields = {"index": self.index, **self._columns.fields(), "seed": self._seed}
-        if self._routing is not None:
-            fields |= self._routing.fields(0, self._columns.count)
-        if with_text and self._text is not None:
-            fields["text"] = self._text.sendable
-        fields |= self._mark_fields(0)
-        return fields | self._finish_fields()
+        text = {"text": self._text.sendable} if with_text and self._text is not None else {}
+        return self._fields(0) | text
 
     def _show(self) -> None:
         if self._shown is not None and self._text is not None:
@@ -238,17 +228,20 @@ class CompletionDelivery:
         if self._routing is not None and delta.routing is not None and (keep or len(delta.routing)):
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
 
-    def _mark_fields(self, start: int) -> dict[str, Any]:
-        kinds = self._marks._asdict().items()
-        found = {name: marks_between(marks, start, self._columns.count) for name, marks in kinds}
-        return {name: marks for name, marks in found.items() if marks} | self._forced.fields(start)
-
-    def _finish_fields(self) -> dict[str, Any]:
-        if self.finish is None:
-            return {}
-        fields: dict[str, Any] = {"finish_reason": self.finish.reason, "stop": self.finish.stop}
-        if self.finish.error is not None:
-            fields["error"] = self.finish.error
+    def _fields(self, start: int) -> dict[str, Any]:
+        """The fields of the tokens from `start` on, and of the end if it is reached."""
+        end = self._columns.count
+        fields = {"index": self.index, **self._columns.fields(start), "seed": self._seed}
+        if self._routing is not None:
+            fields |= self._routing.fields(start, end)
+        for name, marks in self._marks._asdict().items():
+            if found := marks_between(marks, start, end):
+                fields[name] = found
+        fields |= self._forced.fields(start)
+        if self.finish is not None:
+            fields |= {"finish_reason": self.finish.reason, "stop": self.finish.stop}
+            if self.finish.error is not None:
+                fields["error"] = self.finish.error
         return fields
 
 

@@ -18,12 +18,12 @@ from rollout.service.delivery.completion import forced_field, marks_between, run
 from rollout.service.delivery.expert_records import last_entries
 from rollout.service.delivery.waiters import Position
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
+from trainer_bridge.wire.columns import COLUMNS, MARKS
 from trainer_bridge.wire.prompt_tops import PROMPT_FIELDS
 
 logger = logging.getLogger(__name__)
 
 Name = tuple[str, str]  # (client, id)
-_ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs")
 _OVERHEAD_BYTES = 1024  # memory of an entry besides its frames; a generous estimate
 
 
@@ -63,13 +63,13 @@ class StoredCompletion:
     def part(self, start: Position) -> dict[str, Any]:
         """The fields of a chunk that begins at `start`."""
         part = self._fields | {"offset": start.tokens}
-        for name in _ARRAYS:
+        for name in COLUMNS:
             if name in part:
                 part[name] = part[name][start.tokens :]
         if "routing" in part:
             part["routing"] = last_entries(part["routing"], start.tokens, self.end.tokens)
         part["versions"] = [list(run) for run in runs_between(part["versions"], start.tokens, self.end.tokens)]
-        for name in ("recomputed", "kv_versions", "adapter_versions"):
+        for name in MARKS:
             if marks := marks_between(part.pop(name, ()), start.tokens, self.end.tokens):
                 part[name] = marks
         part |= forced_field(part.pop("forced", ()), start.tokens)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rollout.constraints import regex_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list, available
@@ -15,7 +15,7 @@ from rollout.constraints.constraint_spec import ConstraintSpec
 from rollout.constraints.matcher import Constraint
 from rollout.constraints.thoughts import ThoughtRule
 from rollout.extras import install
-from rollout.service.requests.fields import TokenIds, token_id_array
+from rollout.service.requests.fields import Strict, TokenIds, token_id_array
 from rollout.text.codec import TextCodec
 from trainer_bridge.wire.errors import BadRequest
 
@@ -48,10 +48,8 @@ def marker_value(value: Any) -> Any:
     return value
 
 
-class ConstraintFields(BaseModel):
+class ConstraintFields(Strict):
     """The fields of `constraint`: exactly one source, and where it begins."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
     json_schema: Annotated[Any, BeforeValidator(_schema)] | None = None  # a map, or text
     regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
@@ -153,10 +151,8 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     return text
 
 
-class ThinkingFields(BaseModel):
+class ThinkingFields(Strict):
     """The fields of `thinking`, each a text or a tuple of token ids."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
     start: Annotated[Any, BeforeValidator(marker_value)]
     end: Annotated[Any, BeforeValidator(marker_value)]

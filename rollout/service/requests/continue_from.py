@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import Field, model_validator
 
 from rollout.service.requests.fields import (
     HIGHEST_LOGPROB,
@@ -12,18 +13,17 @@ from rollout.service.requests.fields import (
     Positions,
     Routing,
     Seed,
+    Strict,
     TokenIds,
     TopIds,
     TopLogprobs,
     VersionRunList,
 )
-from trainer_bridge.wire.columns import MARKS
+from trainer_bridge.wire.columns import COLUMNS, MARKS
 
 
-class ContinueFrom(BaseModel):
+class ContinueFrom(Strict):
     """An earlier partial completion. Columns such as `logprobs` are optional, and as long as `token_ids`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
     token_ids: TokenIds
     seed: Seed
@@ -43,15 +43,18 @@ class ContinueFrom(BaseModel):
     @model_validator(mode="after")
     def _lengths_agree(self) -> ContinueFrom:
         tokens = len(self.token_ids)
-        for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != tokens:
+        given = {name: values for name in COLUMNS if (values := getattr(self, name)) is not None}
+        for name, values in given.items():
+            if len(values) != tokens:
                 raise ValueError(
                     f"'{name}' has {len(values)} entries, but 'token_ids' has {tokens}; send one for each token"
                 )
-            if values is not None and (values > HIGHEST_LOGPROB).any():
+            if values.ndim == 1 and values.dtype == np.float32 and (values > HIGHEST_LOGPROB).any():
                 raise ValueError(f"'{name}' must be at most 0, or NaN if unknown; send them as in the completion")
-        self._check_tops(tokens)
+        if (self.top_ids is None) != (self.top_logprobs is None):
+            raise ValueError("send both 'top_ids' and 'top_logprobs', or neither")
+        if self.tops != (0 if self.top_logprobs is None or not tokens else self.top_logprobs.shape[1]):
+            raise ValueError("the rows of 'top_ids' and 'top_logprobs' differ in length; send rows of one length")
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
             raise ValueError(f"the counts in 'versions' must add up to {tokens}, the length of 'token_ids'")
         last = {name: marks[-1][0] for name in MARKS if (marks := getattr(self, name))}
@@ -60,18 +63,6 @@ class ContinueFrom(BaseModel):
             if position >= tokens:
                 raise ValueError(f"'{name}' has position {position}, which is not below the {tokens} of 'token_ids'")
         return self
-
-    def _check_tops(self, tokens: int) -> None:
-        if (self.top_ids is None) != (self.top_logprobs is None):
-            raise ValueError("send both 'top_ids' and 'top_logprobs', or neither")
-        for name in ("top_ids", "top_logprobs"):
-            rows = getattr(self, name)
-            if rows is not None and len(rows) != tokens:
-                raise ValueError(
-                    f"'{name}' has {len(rows)} rows, but 'token_ids' has {tokens}; send one for each token"
-                )
-        if self.tops != (0 if self.top_logprobs is None or not tokens else self.top_logprobs.shape[1]):
-            raise ValueError("the rows of 'top_ids' and 'top_logprobs' differ in length; send rows of one length")
 
     @property
     def tops(self) -> int:

@@ -9,16 +9,23 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollout.engine.messages.requests import MAX_LOGIT_BIAS, VERSION_END
+from trainer_bridge.wire.declarations import INT32_MAX
 
-INT32_MAX = 2**31 - 1
 SEED_END = 2**63
 #: A log-prob is at most 0; rounding, also a trainer's, may raise it slightly above.
 HIGHEST_LOGPROB = 1.0
 MAX_BIAS = 100
 MAX_INDEX_ENTRIES = 65_536
+_KEYS = {"token": "a token id", "completion": "the index of a completion"}
+
+
+class Strict(BaseModel):
+    """The base of all parts of a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
 
 def token_id_rows(value: Any) -> np.ndarray:
@@ -162,45 +169,41 @@ def position_list(value: Any) -> list[int]:
 
 def bias_map(value: Any) -> dict[int, float]:
     """A map from token id (a string of digits) to a bias in [-100, 100]."""
-    if not isinstance(value, dict):
-        raise ValueError(f"send a map from token id (a string of digits) to number, not {_type_name(value)}")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise ValueError(f"{len(value)} entries are too many; send at most {MAX_LOGIT_BIAS}")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        token = _digits(key, "a token id")
-        if type(bias) not in (int, float) or not math.isfinite(bias) or abs(bias) > MAX_BIAS:
-            raise ValueError(f"the bias of token {token} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
-        if token in biases:
-            raise ValueError(f"token {token} occurs twice; send one bias for it")
-        biases[token] = float(bias)
-    return biases
+
+    def fits(bias: Any) -> bool:
+        return type(bias) in (int, float) and math.isfinite(bias) and abs(bias) <= MAX_BIAS
+
+    biases = _digit_map(value, "token", fits, f"a number from -{MAX_BIAS} to {MAX_BIAS}", MAX_LOGIT_BIAS)
+    return {token: float(bias) for token, bias in biases.items()}
 
 
 def offset_map(value: Any) -> dict[int, int | None]:
     """A map from a completion's index (a string of digits) to a number of tokens, or null."""
-    return _index_map(value, lambda item: item is None or _is_count(item), "a number of tokens, or null")
+    return _digit_map(value, "completion", lambda item: item is None or _is_count(item), "a number of tokens, or null")
 
 
 def char_map(value: Any) -> dict[int, int]:
     """A map from a completion's index (a string of digits) to a number of characters."""
-    return _index_map(value, _is_count, "a number of characters")
+    return _digit_map(value, "completion", _is_count, "a number of characters")
 
 
-def _index_map(value: Any, fits: Callable[[Any], bool], what: str) -> dict[int, Any]:
+def _digit_map(
+    value: Any, of: str, fits: Callable[[Any], bool], what: str, most: int = MAX_INDEX_ENTRIES
+) -> dict[int, Any]:
+    key_is = _KEYS[of]
     if not isinstance(value, dict):
-        raise ValueError(f"send a map from index (a string of digits) to {what}, not {_type_name(value)}")
-    if len(value) > MAX_INDEX_ENTRIES:
-        raise ValueError(f"{len(value)} entries are too many; send at most {MAX_INDEX_ENTRIES}")
-    counts: dict[int, Any] = {}
+        raise ValueError(f"send a map from {key_is} (a string of digits) to {what}, not {_type_name(value)}")
+    if len(value) > most:
+        raise ValueError(f"{len(value)} entries are too many; send at most {most}")
+    found: dict[int, Any] = {}
     for key, item in value.items():
-        index = _digits(key, "the index of a completion")
+        number = _digits(key, key_is)
         if not fits(item):
-            raise ValueError(f"the entry of completion {index} must be {what}")
-        if index in counts:
-            raise ValueError(f"completion {index} occurs twice; send one entry for it")
-        counts[index] = item
-    return counts
+            raise ValueError(f"the entry of {of} {number} must be {what}")
+        if number in found:
+            raise ValueError(f"{of} {number} occurs twice; send one entry for it")
+        found[number] = item
+    return found
 
 
 def _is_count(item: Any) -> bool:
@@ -217,7 +220,7 @@ def _digits(key: Any, what: str) -> int:
 
 def index_digits(key: str) -> str:
     """The index of a completion as digits, without leading zeros."""
-    if str(_digits(key, "the index of a completion")) != key:
+    if str(_digits(key, _KEYS["completion"])) != key:
         raise ValueError(f"the key {key!r:.40} has leading zeros; write the index without them")
     return key
 

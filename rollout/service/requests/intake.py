@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from rollout.constraints.thoughts import BudgetedConstraint, ThoughtRule
 from rollout.engine.messages.prompts import Prompt
 from rollout.engine.messages.requests import (
     MAX_STOP_IDS,
-    NO_CHOSEN,
     NOTHING_BEFORE,
     Prior,
     Request,
@@ -40,6 +40,7 @@ from rollout.text.codec import TextCodec, check_chars
 from trainer_bridge.wire.columns import COLUMNS, TOP_COLUMNS
 from trainer_bridge.wire.errors import BadRequest, TooLong
 from trainer_bridge.wire.prompt_tops import reply_bytes
+from trainer_bridge.wire.request_fields import ENGINE_FIELDS
 
 #: Tokens between two searches for stop strings. A completion may run that much beyond one; each search costs the
 #: service a delta.
@@ -95,8 +96,6 @@ class Intake:
         self._check_vocabulary(message)
         if message.return_routing:
             check_wanted(message, self._model.routing, self._model.sparse)
-        if message.adapter is not None:
-            self._check_adapters()
         if message.constraint is not None:
             self._check_constraint(message.constraint)
         rule = self._thought_rule(message)
@@ -124,8 +123,6 @@ class Intake:
         """All checks of a prefetch that need no session. Raises `RolloutError`."""
         if message.prompt is not None:
             self._check_prompt(message.prompt, "prompt")
-        if message.adapter is not None:
-            self._check_adapters()
 
     def prefetch_prompt(self, message: PrefetchMessage) -> Prompt:
         """The prompt of a prefetch with token ids."""
@@ -148,32 +145,24 @@ class Intake:
         max_tokens = self._max_tokens(message, len(prompt), known)
         scored = _scored_tokens(message, len(prompt))
         self._check_reply(message, len(prompt), scored, max_tokens)
+        as_sent: dict[str, Any] = {entry.name: getattr(message, entry.name) for entry in ENGINE_FIELDS}
+        if message.deadline_s is not None:
+            as_sent["deadline_s"] = max(message.deadline_s - elapsed_s, _MIN_DEADLINE_S)
         return Request(
+            **as_sent | {"prompt_logprobs": message.scores_prompt},
             key=key,
             prompt=prompt if message.cache_salt is None else replace(prompt, salt=_salt(message.cache_salt)),
             max_tokens=max_tokens,
             n=message.n,
             sampling=_sampling(message.sampling, message.continue_from),
             stop=self._stop(message),
-            priority=message.priority,
-            deadline_s=None if message.deadline_s is None else max(message.deadline_s - elapsed_s, _MIN_DEADLINE_S),
             stream_every=self._delta_every(message),
             prior=_prior(message.continue_from),
             min_version=max(message.min_version or 0, self._model.min_version),
             constraint=self._constraint(message, prepared),
-            min_complete=message.min_complete,
-            max_version_span=message.max_version_span,
-            max_kv_age=message.max_kv_age,
             session=None if message.session is None else (key[0], message.session),
             session_lease_s=message.session_lease_s or self._lease_s,
             lease_s=message.lease_s or 0.0,
-            top_logprobs=message.logprobs,
-            prompt_logprobs=message.scores_prompt,
-            prompt_last=message.prompt_logprobs_last,
-            prompt_tops=message.prompt_top_logprobs,
-            prompt_chosen=NO_CHOSEN if (ids := message.prompt_logprob_token_ids) is None else ids,
-            prompt_entropy=message.prompt_entropy,
-            adapter=message.adapter,
             routing_from=(
                 first_position(wanted, message.continue_from, len(prompt))
                 if (wanted := message.return_routing)
@@ -239,18 +228,10 @@ class Intake:
         for name in ("logprobs", "prompt_top_logprobs"):
             if (getattr(message, name) or 0) > self._model.vocab_size:
                 raise BadRequest(f"the vocabulary has {self._model.vocab_size} tokens; lower '{name}'", field=name)
-        if message.sampling.rules["top_k"] > self._model.vocab_size:
+        if message.sampling.top_k > self._model.vocab_size:
             raise BadRequest(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
                 field="sampling.top_k",
-            )
-
-    def _check_adapters(self) -> None:
-        if not self._model.adapters:
-            raise BadRequest(
-                "this worker does not offer 'adapter'; start it with --adapter-slots N (engine.adapter_slots), or "
-                "remove the field (see 'capabilities' in the status)",
-                field="adapter",
             )
 
     def _check_constraint(self, constraint: ConstraintFields) -> None:

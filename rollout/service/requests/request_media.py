@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from rollout.engine.messages.prompts import Media, Pixels, Prompt, TokenIds
 from rollout.models.vision_spec import TowerSpec
+from rollout.service.requests.fields import Strict
 from trainer_bridge.wire.errors import BadRequest, MediaNeeded, Overloaded
 from trainer_bridge.wire.media_hash import HASH_CHARS, PIXEL_TYPES, media_hash
 
@@ -47,10 +48,8 @@ def _pixels(value: Any) -> np.ndarray:
     return value
 
 
-class MediaFields(BaseModel):
+class MediaFields(Strict):
     """An image or a video of a prompt, with its pixels or by its hash."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
     offset: int = Field(ge=0, le=2**31 - 1)
     length: int = Field(ge=1, le=2**31 - 1)

@@ -6,18 +6,18 @@ undeclared key is an error. Checks that depend on the model or on limits (vocabu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
-from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, VERSION_END, RepetitionRule
+from rollout.engine.messages.requests import VERSION_END, RepetitionRule
 from rollout.service.requests.constraint import ConstraintFields, ThinkingFields
 from rollout.service.requests.continue_from import ContinueFrom
 from rollout.service.requests.fields import (
-    INT32_MAX,
     MAX_INDEX_ENTRIES,
     CharCounts,
     IndexDigits,
@@ -25,16 +25,18 @@ from rollout.service.requests.fields import (
     Logprobs,
     Offsets,
     Seed,
+    Strict,
     TokenIds,
     token_id_array,
     token_id_rows,
 )
 from rollout.service.requests.request_media import MediaFields
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
+from trainer_bridge.wire.declarations import INT32_MAX, Declared
 from trainer_bridge.wire.errors import BadMessage, BadRequest, RolloutError
 from trainer_bridge.wire.near_names import remedy
-from trainer_bridge.wire.prompt_tops import SCORE_FIELDS, SCORED_TOKENS_FIELD
-from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
+from trainer_bridge.wire.request_fields import ENGINE_FIELDS, SCORE_FIELDS, EngineFields
+from trainer_bridge.wire.sampling_rules import RULES, SamplingRules
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
@@ -53,13 +55,14 @@ def _prompt(value: Any) -> str | np.ndarray:
     return value if isinstance(value, str) else token_id_array(value)
 
 
-def _scored_ids(value: Any) -> np.ndarray | None:
+def _rows_of_ids(value: Any, entry: Declared) -> np.ndarray | None:
     if value is None:
         return None
     array = token_id_rows(value)
-    if not 1 <= array.shape[-1] <= MAX_PROMPT_TOKENS_SCORED or not array.size:
+    assert entry.least is not None and entry.most is not None, "an array of token ids has bounds"
+    if not entry.least <= array.shape[-1] <= entry.most or not array.size:
         raise ValueError(
-            f"name 1 to {MAX_PROMPT_TOKENS_SCORED} tokens, or as many in each row; the shape is {list(array.shape)}"
+            f"name {entry.least} to {entry.most} tokens, or as many in each row; the shape is {list(array.shape)}"
         )
     return array
 
@@ -75,34 +78,62 @@ Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+#: The models by their `op`.
+OPS: dict[str, type[RequestHeader]] = {}
 
 
-class RequestHeader(_Strict):
+class RequestHeader(Strict):
     """The fields of every request."""
+
+    needs: ClassVar[
+        Mapping[str, tuple[str, ...]]
+    ] = {}  # field -> the fields without which it means nothing: one of them must be there
 
     v: Literal[1]
     op: str
     id: Id
     client: Id | None = None
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        OPS.update(dict.fromkeys(get_args(cls.model_fields["op"].annotation), cls))
 
-def _rule_field(rule: SamplingRule) -> tuple[Any, Any]:
-    """The type and the default of a sampling rule's field."""
+    def gives(self, name: str) -> bool:
+        """True if a field has another value than its default."""
+        value, field = getattr(self, name), type(self).model_fields[name]
+        return isinstance(value, np.ndarray) or value != field.get_default(call_default_factory=True)
+
+
+def _field_of(entry: Declared, kind: Any) -> tuple[Any, Any]:
+    """The type and the default of a declared field. `kind`: its type in the table."""
 
     def check(value: Any) -> Any:
-        if rule.check is not None:
-            rule.check(value)
+        if entry.check is not None:
+            entry.check(value)
         return value
 
-    kind: Any = int if rule.kind is int else Number
-    least: dict[str, Any] = {"gt" if rule.above_least else "ge": rule.least}
-    return Annotated[kind, BeforeValidator(check)], Field(rule.default, **least, le=rule.most)
+    kinds = get_args(kind) or (kind,)
+    if np.ndarray in kinds:
+        return Annotated[Any, BeforeValidator(partial(_rows_of_ids, entry=entry))], entry.default
+    least, most = ("min_length", "max_length") if str in kinds else ("gt" if entry.above_least else "ge", "le")
+    bounds: dict[str, Any] = {least: entry.least, most: entry.most}
+    if float in kinds:
+        bounds["allow_inf_nan"] = False
+    return Annotated[kind, BeforeValidator(check)], Field(entry.default, **bounds)
 
 
-_RULE_FIELDS: dict[str, Any] = {rule.name: _rule_field(rule) for rule in RULES}
-_Rules: Any = create_model("Rules", __base__=_Strict, **_RULE_FIELDS)
+def _model_of(table: type, entries: Iterable[Declared]) -> Any:
+    """A model with the fields of a table."""
+    kinds = get_type_hints(table)
+    fields: dict[str, Any] = {entry.name: _field_of(entry, kinds[entry.name]) for entry in entries}
+    return create_model(table.__name__, __base__=Strict, **fields)
+
+
+if TYPE_CHECKING:  # the tables have the types of the fields
+    from trainer_bridge.wire.request_fields import EngineFields as _EngineFields
+    from trainer_bridge.wire.sampling_rules import SamplingRules as _Rules
+else:
+    _Rules, _EngineFields = _model_of(SamplingRules, RULES), _model_of(EngineFields, ENGINE_FIELDS)
 
 
 class Sampling(_Rules):
@@ -117,7 +148,7 @@ class Sampling(_Rules):
         return {rule.name: getattr(self, rule.name) for rule in RULES}
 
 
-class Stop(_Strict):
+class Stop(Strict):
     """Stop tokens and stop strings."""
 
     token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
@@ -128,7 +159,7 @@ class Stop(_Strict):
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)
 
 
-class RepetitionDetection(_Strict):
+class RepetitionDetection(Strict):
     """vLLM's sizes of a pattern, and how often it repeats itself; without a largest size nothing is detected."""
 
     max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN)
@@ -140,7 +171,7 @@ class RepetitionDetection(_Strict):
         return RepetitionRule(max(self.min_pattern_size, 1), self.max_pattern_size, max(self.min_count, 2))
 
 
-class Fork(_Strict):
+class Fork(Strict):
     """Tokens that a request continues: the first `offset` of a prompt and its completion, or all of them."""
 
     request: Id | None = None
@@ -157,8 +188,14 @@ class Fork(_Strict):
         return self
 
 
-class GenerateMessage(RequestHeader):
+class GenerateMessage(RequestHeader, _EngineFields):
     """Completions of one prompt. `result`; with `stream` also `chunk`. [Fields](#generate)."""
+
+    needs: ClassVar = {entry.name: entry.needs for entry in ENGINE_FIELDS if entry.needs} | {
+        **dict.fromkeys(("tools", "chat_template_kwargs"), ("messages",)),
+        **dict.fromkeys(("session_lease_s", "end_of_session"), ("session",)),
+        "join_chunks": ("stream",),
+    }
 
     op: Literal["generate"]
     prompt: Annotated[Any, BeforeValidator(_prompt)] | None = None  # token ids, or text
@@ -180,29 +217,12 @@ class GenerateMessage(RequestHeader):
     #: [experts](#experts) of the completion's tokens (`true`), or of all (`"all"`)
     return_routing: Annotated[Literal[False, True, "all"], BeforeValidator(_routing_wanted)] = False
     continue_from: ContinueFrom | None = None  # the tokens of [an earlier completion](#earlier-tokens)
-    logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)  # likeliest tokens to return
-    prompt_logprobs: bool = False  # [scores](#scores) of the prompt
-    prompt_top_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_TOKENS_SCORED)  # [scores](#scores) of the prompt
-    #: [scores](#scores) of the prompt
-    prompt_logprob_token_ids: Annotated[Any, BeforeValidator(_scored_ids)] | None = None
-    prompt_entropy: bool = False  # [scores](#scores) of the prompt
-    prompt_logprobs_last: int | None = Field(None, ge=1, le=INT32_MAX)  # [scores](#scores) of the prompt
-    #: once this number ended by themselves, the others end as `cancelled`
-    min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None  # [form](#constraints) of the text
     thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)  # [thoughts](#thoughts)
     thinking: ThinkingFields | None = None  # [thoughts](#thoughts)
     repetition_detection: RepetitionDetection = RepetitionDetection()  # [ends](#ends) of completions
-    #: difference of weights versions beyond which a completion ends as `stale`
-    max_version_span: int | None = Field(None, ge=0)
-    #: a smaller `engine.max_kv_age` for this request
-    max_kv_age: int | None = Field(None, ge=0)
-    #: higher goes first; then clients get equal numbers of tokens
-    priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
-    deadline_s: Number | None = Field(None, gt=0)  # seconds after which completions end as `deadline`
     #: wait until the weights have this version
     min_version: int | None = Field(None, ge=0, lt=VERSION_END)
-    adapter: Id | None = None  # name of a loaded [adapter](#adapters)
     cache_salt: Salt | None = None  # only equal salts share KV
     session: Id | None = None  # name of a [conversation](#sessions)
     session_lease_s: Number | None = Field(None, gt=0)  # seconds that the KV stays after the turn; 300
@@ -221,8 +241,7 @@ class GenerateMessage(RequestHeader):
     @property
     def scores_prompt(self) -> bool:
         """True if the request asks for scores of its prompt."""
-        more = self.prompt_top_logprobs is not None or self.prompt_logprob_token_ids is not None
-        return self.prompt_logprobs or self.prompt_entropy or more
+        return any(self.gives(name) for name in SCORE_FIELDS)
 
     @property
     def needs_text(self) -> bool:
@@ -254,7 +273,11 @@ class PrefetchMessage(RequestHeader):
     cache_salt: Salt | None = None
 
 
-class LoadAdapterMessage(RequestHeader):
+class OrderMessage(RequestHeader):
+    """The base of messages that are answered once the loop has carried them out."""
+
+
+class LoadAdapterMessage(OrderMessage):
     """Load a PEFT folder below `engine.adapter_root`; versions grow (nil: by 1)."""
 
     op: Literal["load_adapter"]
@@ -263,7 +286,7 @@ class LoadAdapterMessage(RequestHeader):
     version: int | None = Field(None, ge=0, lt=VERSION_END)
 
 
-class UnloadAdapterMessage(RequestHeader):
+class UnloadAdapterMessage(OrderMessage):
     """`ok`, or `bad_request` while a request uses it."""
 
     op: Literal["unload_adapter"]
@@ -280,6 +303,8 @@ class CancelMessage(RequestHeader):
 
 class AttachMessage(RequestHeader):
     """An earlier request's `result` or [stream](#attach)."""
+
+    needs: ClassVar = dict.fromkeys(("offsets", "text_chars", "join_chunks"), ("stream",))
 
     op: Literal["attach"]
     target: Id
@@ -325,14 +350,14 @@ class PingMessage(RequestHeader):
     op: Literal["ping"]
 
 
-class PauseMessage(RequestHeader):
+class PauseMessage(OrderMessage):
     """Launch no step until `resume`; `abort` also ends rows as `cancelled`. `ok` when no step is in flight."""
 
     op: Literal["pause"]
     mode: Literal["keep", "abort"] = "keep"
 
 
-class ResumeMessage(RequestHeader):
+class ResumeMessage(OrderMessage):
     """End a pause."""
 
     op: Literal["resume"]
@@ -345,7 +370,7 @@ class ShutdownMessage(RequestHeader):
     mode: Literal["drain", "now"] = "drain"
 
 
-class SleepMessage(RequestHeader):
+class SleepMessage(OrderMessage):
     """[Release](#sleep-wake) the memory of the device until `wake`. `ok` with `level`, `bytes`, `seconds`, `parked`."""
 
     op: Literal["sleep"]
@@ -354,7 +379,7 @@ class SleepMessage(RequestHeader):
     requests: Literal["wait", "refuse"] | None = None
 
 
-class WakeMessage(RequestHeader):
+class WakeMessage(OrderMessage):
     """Take the memory again. `ok` as for `sleep`."""
 
     op: Literal["wake"]
@@ -367,35 +392,7 @@ class WeightsMessage(RequestHeader):
     op: Literal["weights"]
 
 
-AnyRequest = (
-    GenerateMessage
-    | MediaMessage
-    | EndSessionMessage
-    | PrefetchMessage
-    | LoadAdapterMessage
-    | UnloadAdapterMessage
-    | CancelMessage
-    | AttachMessage
-    | AckMessage
-    | ReportMessage
-    | StatusMessage
-    | TraceMessage
-    | PingMessage
-    | PauseMessage
-    | ResumeMessage
-    | ShutdownMessage
-    | SleepMessage
-    | WakeMessage
-    | WeightsMessage
-)
-
-#: The models by their `op`.
-OPS: dict[str, type[AnyRequest]] = {
-    get_args(kind.model_fields["op"].annotation)[0]: kind for kind in get_args(AnyRequest)
-}
-
-
-def parse_request(header: dict[str, Any]) -> AnyRequest:
+def parse_request(header: dict[str, Any]) -> RequestHeader:
     """The model of a decoded header. Raises `RolloutError` (`bad_message` for a wrong `v`, else `bad_request`)."""
     version = header.get("v")
     if type(version) is not int or version != PROTOCOL_VERSION:
@@ -407,6 +404,10 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
         request = OPS[op].model_validate(header)
     except ValidationError as error:
         raise _first_error(error, OPS[op].model_fields) from None
+    for name, others in request.needs.items():
+        if request.gives(name) and not any(map(request.gives, others)):
+            needed = f"one of {', '.join(others)}" if len(others) > 1 else f"'{others[0]}'"
+            raise BadRequest(f"'{name}' needs {needed}; add that, or remove '{name}'", field=name)
     if isinstance(request, GenerateMessage):
         _check_generate(request)
     elif isinstance(request, AttachMessage):
@@ -425,11 +426,7 @@ def _check_generate(request: GenerateMessage) -> None:
                 )
     elif (request.prompt is None) == (request.messages is None):
         raise BadRequest("send exactly one of 'prompt' and 'messages'", field="prompt")
-    if request.messages is None:
-        for name in ("tools", "chat_template_kwargs"):
-            if getattr(request, name) is not None:
-                raise BadRequest(f"'{name}' needs 'messages'; remove it or send messages", field=name)
-    else:
+    if request.messages is not None:
         _check_messages(request.messages)
     if request.detached and request.client is None:
         raise BadRequest(
@@ -447,21 +444,11 @@ def _check_generate(request: GenerateMessage) -> None:
         raise BadRequest(
             "a turn of a session has one completion; set 'n' to 1, or use one session a completion", field="n"
         )
-    for name in ("session_lease_s", "end_of_session"):
-        if request.session is None and getattr(request, name):
-            raise BadRequest(f"'{name}' needs 'session'; add a session or remove it", field=name)
     if request.limits_thoughts and request.thinking is None:
         raise BadRequest(
             "'thinking_token_budget' needs 'thinking': send the 'start' and the 'end' of a thought", field="thinking"
         )
     _check_repetition(request.repetition_detection)
-    if request.prompt_logprobs_last is not None and not request.scores_prompt:
-        raise BadRequest(
-            f"'{SCORED_TOKENS_FIELD}' needs one of {', '.join(SCORE_FIELDS)}; add one or remove it",
-            field=SCORED_TOKENS_FIELD,
-        )
-    if request.join_chunks and not request.stream:
-        raise BadRequest("'join_chunks' needs 'stream'; set it, or remove 'join_chunks'", field="join_chunks")
     if request.continue_from is not None:
         if request.n != 1:
             raise BadRequest("'continue_from' continues one completion; set 'n' to 1", field="n")
@@ -497,9 +484,6 @@ def _check_repetition(detection: RepetitionDetection) -> None:
 
 
 def _check_attach(request: AttachMessage) -> None:
-    for name in ("offsets", "text_chars", "join_chunks"):
-        if getattr(request, name) and not request.stream:
-            raise BadRequest(f"'{name}' needs 'stream'; set it, or remove '{name}'", field=name)
     for index in request.text_chars:
         if request.offsets.get(index) is None:
             raise BadRequest(

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.prompts.sampling import MAX_PROMPT_TOP, MAX_TOKEN_ID, MAX_TOP, MOST_IDS, Int32, Number, TokenId
+from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, MOST_IDS, Int32, Number, TokenId
+from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 
 _NONE = -1
 
@@ -221,8 +222,8 @@ class SampleBody(Body):
     model_path: str | None = Field(None, min_length=1, max_length=_MOST_CHARS)
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
-    topk_prompt_logprobs: int = Field(0, ge=0, le=MAX_PROMPT_TOP)
-    topk_sample_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MAX_PROMPT_TOKENS_SCORED)
+    topk_sample_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     target_prompt_logprobs: dict[str, Any] | None = None
 
     @property

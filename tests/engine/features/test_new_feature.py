@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,7 +17,6 @@ import torch
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.features.all import FEATURES, MakeFeature
-from rollout.engine.features.scores.feature import ScoresFeature
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages.requests import OF_FEATURES
 from rollout.engine.messages.to_service import Rejected
@@ -36,6 +38,7 @@ from rollout.engine.upload import Header, StepInput, StepOutput, UploadStaging
 from rollout.models.batch import KVCache
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench
+from trainer_bridge.wire.request_fields import ENGINE_FIELDS, EngineArguments, EngineFields
 
 
 class Margins(VariantFeature):
@@ -240,16 +243,15 @@ def test_a_feature_of_tokens_ahead_sees_the_end_of_each_step_and_its_kept_tokens
 
 
 def test_a_field_of_a_request_that_no_feature_takes_is_refused_by_its_name(model: Any, prompt_of: Any) -> None:
-    taken: dict[str, Any] = {"top_logprobs": 1, "prompt_logprobs": True}
+    taken: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": True}
     untaken: dict[str, Any] = {"adapter": "a", "routing_from": 0}
-    assert taken.keys() | untaken.keys() == OF_FEATURES.keys()
+    assert taken.keys() | untaken.keys() == {entry.name for entry in OF_FEATURES}
     bench = Bench(model)
     for name, value in {**taken, **untaken}.items():
         bench.submit(name, prompt_of(10), 2, **{name: value})
     bench.run()
     assert {event.field for event in bench.events if isinstance(event, Rejected)} == untaken.keys()
     assert bench.done.keys() == taken.keys()
-    assert find_feature(bench.engine.roster.features, ScoresFeature).takes == taken.keys()
 
 
 def test_a_scheduler_takes_one_planner_of_tokens_ahead(model: Any, prompt_of: Any) -> None:
@@ -280,7 +282,23 @@ def test_two_features_that_give_the_same_field_of_a_delta_are_an_error(model: An
     bench = Bench(model, features=[*FEATURES, MarginTaker.make])
     margins = find_feature(bench.engine.roster.features, Margins)
     margins.delta_fields = lambda seq: {"top_ids": np.zeros(0, np.int32)}
-    bench.submit("tops", prompt_of(10), 2, top_logprobs=1)
+    bench.submit("tops", prompt_of(10), 2, logprobs=1)
     with pytest.raises(AssertionError, match="margins"):
         bench.run()
     bench.close(check=False)
+
+
+def test_a_made_up_field_goes_from_the_client_to_its_feature_and_back_by_its_entry_alone(folders: Any) -> None:
+    """In a process of its own, which adds the entry before anything is made from the table."""
+    command = [sys.executable, "-m", "tests.support.engine.made_up_field", str(folders[0])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["range", "needs", "lacks", "feature"]
+
+
+def test_type_checkers_see_exactly_the_fields_of_the_table() -> None:
+    kinds, seen = get_type_hints(EngineFields), get_type_hints(EngineArguments)
+    assert list(seen) == [entry.name for entry in ENGINE_FIELDS]
+    for name, kind in seen.items():  # None stands for an absent argument
+        assert {*get_args(kinds[name]), kinds[name]} & {*get_args(kind), kind}, name

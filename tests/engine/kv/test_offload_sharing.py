@@ -140,7 +140,7 @@ def test_settings_of_sampling_and_scores_come_back_with_a_row(model, prompt_of):
         bench = offloading(model, kv_pages=pages)
         for i in range(5):
             stop = {"token_ids": (3,), "min_tokens": 55}
-            fields = {"top_logprobs": 3} if i % 2 else {"constraint": Cycle([X, Y, SIZE])} if i == 4 else {}
+            fields = {"logprobs": 3} if i % 2 else {"constraint": Cycle([X, Y, SIZE])} if i == 4 else {}
             bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={**sampling, "seed": i}, stop=stop, **fields)
         bench.run()
         assert (counts(bench).restored > 0) == (pages == 40)

@@ -119,7 +119,7 @@ def test_prompt_logprobs_and_tops_are_those_of_a_run_that_never_slept(model, pro
     runs = []
     for sleeps in (False, True):
         bench = Sleeping(model, prefill_chunk_tokens=16)
-        bench.submit("a", prompt_of(60), 12, prompt_logprobs=True, top_logprobs=3)
+        bench.submit("a", prompt_of(60), 12, prompt_logprobs=True, logprobs=3)
         bench.ticks(3)
         if sleeps:
             bench.sleep(), bench.wake()

@@ -39,7 +39,7 @@ def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, pr
     runs = []
     for sleeps in (False, True):
         bench = keeping(load(folders[0]), pipeline_depth=depth)
-        bench.submit("greedy", prompt_of(13), 60, top_logprobs=2)
+        bench.submit("greedy", prompt_of(13), 60, logprobs=2)
         bench.submit("penalized", prompt_of(6, 2), 40, sampling=PENALIZED)
         bench.submit("group", prompt_of(21, 1), 50, sampling={"temperature": 1.0, "seed": 3}, n=3)
         for ticks in (12, 5, 22):

@@ -70,7 +70,7 @@ def submit_all(bench: Bench, prompt_of, always: bool, ticks: int = 0, **more) ->
             "constraint": made(kind, always),
         }
         fields |= {"n": 2} if i == 4 else {}
-        fields |= {"top_logprobs": 3} if i % 5 == 0 else {}
+        fields |= {"logprobs": 3} if i % 5 == 0 else {}
         fields |= {"stream_every": 3} if i % 4 == 2 else {}
         bench.submit(f"{kind}{i}", prompt_of(7 + i, i), 40, sampling=sampling, **fields, **more)
         bench.submit(f"plain{i}", prompt_of(7 + i, i), 12 + i, sampling={"temperature": 1.0, "seed": i})

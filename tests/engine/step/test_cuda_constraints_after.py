@@ -31,7 +31,7 @@ def submit(bench: Bench, always: bool) -> None:
         sampling = {"temperature": 1.0, "seed": i, "logit_bias": ((MARK, 9.0), (STOP, -9.0)), **rules[i % 3]}
         stop = {"token_ids": (STOP,), "min_tokens": 12 * (i % 2)}
         constraint = kind(Cycle([X, Y, SIZE], STOP, VOCAB), IdMarker((MARK,)))
-        more = {"top_logprobs": 3} if i % 4 == 0 else {}
+        more = {"logprobs": 3} if i % 4 == 0 else {}
         bench.submit(
             f"after{i}", prompt_of(20 + 9 * i, i), 90, sampling=sampling, stop=stop, constraint=constraint, **more
         )

@@ -182,7 +182,7 @@ def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_
         bench = Bench(model, max_rows=6, cuda_graph_rows=256 * captured)
         for i in range(6):
             sampling = {"temperature": 1.0, "seed": i, **(SHAPED if i == 2 else {})}
-            bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, top_logprobs=(0, 2, 3, 0, 1, 0)[i])
+            bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, logprobs=(0, 2, 3, 0, 1, 0)[i])
         bench.run()
         told.append([(bench.tokens(f"r{i}"), bench.completions[f"r{i}", 0].top_ids) for i in range(6)])
         bench.close()

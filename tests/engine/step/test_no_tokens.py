@@ -51,7 +51,8 @@ def test_scores_are_transformers_up_to_the_full_context(model, prompt_of, hf_mod
     draws = watch_draws(bench)
     lengths = (1, 2, 4, 5, 23, CONTEXT - 1, CONTEXT)
     for i, length in enumerate(lengths):
-        bench.submit(f"r{i}", prompt_of(length, i), 0, prompt_logprobs=True, prompt_tops=i % 3, sampling=SAMPLED)
+        fields = {"prompt_logprobs": True, "prompt_top_logprobs": i % 3}
+        bench.submit(f"r{i}", prompt_of(length, i), 0, sampling=SAMPLED, **fields)
     bench.run()
     for i, length in enumerate(lengths):
         ended_empty(bench, f"r{i}")
@@ -66,7 +67,7 @@ def test_scores_are_transformers_up_to_the_full_context(model, prompt_of, hf_mod
 def test_scores_equal_those_of_a_request_that_draws_a_token_bit_for_bit(model, prompt_of):
     def scores(max_tokens: int) -> np.ndarray:
         bench = Bench(model, prefill_chunk_tokens=16)
-        bench.complete("a", prompt_of(40), max_tokens, prompt_logprobs=True, prompt_tops=3)
+        bench.complete("a", prompt_of(40), max_tokens, prompt_logprobs=True, prompt_top_logprobs=3)
         bench.close()
         return bench.done["a"].prompt_logprobs
 
@@ -93,7 +94,7 @@ def test_it_runs_beside_rows_that_draw_and_with_constraints_and_drafts(model, pr
     for i in range(4):
         bench.submit(f"d{i}", prompt_of(11 + i, i), 30)
         fields = {"stop": {"token_ids": (5,)}, "constraint": AllowList((5, 6), VOCAB), "stream_every": 2}
-        bench.submit(f"s{i}", prompt_of(30 + i, i), 0, prompt_logprobs=True, top_logprobs=2, **fields)
+        bench.submit(f"s{i}", prompt_of(30 + i, i), 0, prompt_logprobs=True, logprobs=2, **fields)
     bench.run()
     for i in range(4):
         assert bench.tokens(f"d{i}") == greedy(prompt_of(11 + i, i), 30)

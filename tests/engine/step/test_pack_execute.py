@@ -62,13 +62,12 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
     follower = Follower(other, bench)
     for i in range(6):
         sampling = {"seed": i, **(SHAPED if i % 2 else {"temperature": 1.0})}
-        bench.submit(
-            f"r{i}", prompt_of(7 + 9 * i, i), 20 + i, sampling=sampling, n=1 + i % 3, top_logprobs=2 * (i == 1)
-        )
+        bench.submit(f"r{i}", prompt_of(7 + 9 * i, i), 20 + i, sampling=sampling, n=1 + i % 3, logprobs=2 * (i == 1))
     bench.submit("scored", prompt_of(30, 9), 5, prompt_logprobs=True)
-    bench.submit("ranked", prompt_of(30, 8), 5, prompt_logprobs=True, prompt_tops=3)
-    named = {"prompt_last": 21, "prompt_chosen": np.arange(42, dtype=np.int32).reshape(21, 2), "prompt_entropy": True}
-    bench.complete("named", prompt_of(30, 7), 0, prompt_logprobs=True, prompt_tops=30, **named)
+    bench.submit("ranked", prompt_of(30, 8), 5, prompt_logprobs=True, prompt_top_logprobs=3)
+    ids = np.arange(42, dtype=np.int32).reshape(21, 2)
+    named = {"prompt_logprobs_last": 21, "prompt_logprob_token_ids": ids, "prompt_entropy": True}
+    bench.complete("named", prompt_of(30, 7), 0, prompt_logprobs=True, prompt_top_logprobs=30, **named)
     assert follower.compared > 40 and follower.prefills > 8
     assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
     bench.close()
@@ -87,7 +86,7 @@ def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_
 def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 4)
-    bench.submit("b", prompt_of(7, 1), 4, top_logprobs=1)
+    bench.submit("b", prompt_of(7, 1), 4, logprobs=1)
     bench.engine.tick()
     seqs = [group.sequences[0] for group in bench.engine.roster.groups.values()]
     part = PromptPart(np.arange(5, dtype=np.int32))

@@ -84,4 +84,4 @@ def test_a_made_up_rule_goes_from_the_client_to_the_torch_twin_by_its_entry_alon
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["header", "schema", "row", "twin"]
+    assert done.stdout.split() == ["header", "schema", "gateway", "row", "twin"]

@@ -56,7 +56,7 @@ def submit_all(bench: Bench, prompt_of, always: bool, **more) -> dict[str, tuple
         sampling |= {"repetition_penalty": 1.02, "frequency_penalty": 0.05} if i % 3 == 1 else {}
         fields: dict = {"stop": {"token_ids": (STOP,), "min_tokens": 8 * (i % 4 == 1)}}
         fields |= {"n": 2} if i % 6 == 4 else {}
-        fields |= {"top_logprobs": 3} if i % 5 == 0 else {}
+        fields |= {"logprobs": 3} if i % 5 == 0 else {}
         fields |= {"stream_every": 3} if i % 4 == 2 else {}
         begin = rule(kind, budget).after(np.array(prompt, np.int32), (STOP,))
         bench.submit(name, prompt, 36, sampling=sampling, constraint=made(ANYTHING, begin), **fields, **more)

@@ -14,6 +14,7 @@ import torch
 from rollout_kernels.sampling import reference
 
 from trainer_bridge.wire import sampling_rules as table
+from trainer_bridge.wire.declarations import entries_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,16 @@ class Rows(reference.SamplingRows):
     floor_penalty_S: torch.Tensor | None = None
 
 
-table.SamplingRules, table.RULES = Rules, table.rules_of(Rules)  # type: ignore[misc]
+table.SamplingRules, table.RULES = Rules, entries_of(Rules, table.SamplingRule)  # type: ignore[misc]
 table.SamplingFields.__annotations__["floor_penalty"] = float
 rollout_kernels.SamplingRows = Rows  # type: ignore[misc]
 
 # Everything below is made from the table when it is imported.
 from rollout.engine.step.row_state import FIRST_FLOAT_RULE, FLOAT_RULES  # noqa: E402
-from rollout.service.requests.schema import parse_request  # noqa: E402
+from rollout.service.requests.schema import GenerateMessage, parse_request  # noqa: E402
+from rollout_gateway.dialects.sglang import SglangParams  # noqa: E402
+from rollout_gateway.dialects.vllm import GenerateParams  # noqa: E402
+from rollout_gateway.requests.chat_body import ChatBody, ExtraFields  # noqa: E402
 from tests.support.engine.harness import Bench, load  # noqa: E402
 from trainer_bridge.client.generate_request import plan_request  # noqa: E402
 from trainer_bridge.wire.errors import RolloutError  # noqa: E402
@@ -49,13 +53,21 @@ def main(checkpoint: Path) -> None:
     print("header")
 
     header = {"v": 1, "op": "generate", "id": "a", **fields}
-    sampling = parse_request(header).sampling
+    message = parse_request(header)
+    assert isinstance(message, GenerateMessage)
+    sampling = message.sampling
     assert sampling.rules["floor_penalty"] == 2.5
     try:
         parse_request({**header, "sampling": {"floor_penalty": 9.5}})
     except RolloutError as error:
         assert error.field == "sampling.floor_penalty"
         print("schema")
+
+    for body in (ChatBody, GenerateParams, SglangParams):
+        given = {"floor_penalty": 2.5} | ({"messages": []} if body is ChatBody else {})
+        assert body.take(given).worker_fields("")["floor_penalty"] == 2.5
+    assert "floor_penalty" in ExtraFields.take({"floor_penalty": 2.5}).extras()
+    print("gateway")
 
     seen: list[list[float]] = []
     change_logits = reference.change_logits

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.engine.messages.requests import NO_CHOSEN
-
 
 def log_softmax_after(hf_model, tokens: list[int]) -> torch.Tensor:
     """[tokens, V]: row i belongs to the token that follows token i."""
@@ -47,8 +45,8 @@ class Wanted:
 
     def fields(self) -> dict[str, Any]:
         """The fields of the engine's request."""
-        more = {"prompt_chosen": NO_CHOSEN if self.chosen is None else self.chosen, "prompt_entropy": self.entropy}
-        return {"prompt_logprobs": True, "prompt_last": self.last, "prompt_tops": self.tops, **more}
+        more = {"prompt_logprob_token_ids": self.chosen, "prompt_entropy": self.entropy}
+        return {"prompt_logprobs": True, "prompt_logprobs_last": self.last, "prompt_top_logprobs": self.tops, **more}
 
     def check(self, told: Any, prompt: list[int], hf_model: Any, atol: float = 1e-4) -> None:
         """Compare the scores of an event with transformers': float32 logits, log-softmax and entropy in float64."""

@@ -26,7 +26,6 @@ class AdaptersFeature(CommandFeature, VariantFeature):
     """The adapters of one engine; `table` has their slots."""
 
     name = AdapterCommand.feature
-    takes = frozenset({"adapter"})
 
     def __init__(self, table: AdapterTable) -> None:
         self.table = table

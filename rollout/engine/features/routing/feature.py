@@ -22,7 +22,6 @@ class RoutingFeature(RequestFeature, PageMirror):
     """The experts of the tokens of one engine."""
 
     name = "routing"
-    takes = frozenset({"routing_from"})
 
     def __init__(self, entries: ExpertPages) -> None:
         self.entries = entries

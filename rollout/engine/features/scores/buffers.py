@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from rollout_kernels.sampling import VocabShard
 
 from rollout.engine.device.streams import Device
-from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
+from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 
 #: Prompt positions that go through the output layer at a time; only their logits exist at once. On a GPU every piece
 #: has this size: another size may need another kernel, and nothing is compiled while serving.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout.engine.features.scores.buffers import WIDE_WORDS, ScoredPrompts, ScoredSpan, Scores, Scoring
-from rollout.engine.messages.requests import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS, NO_CHOSEN, Request
+from rollout.engine.messages.requests import NO_CHOSEN, Request
 from rollout.engine.messages.to_service import DeltaFields, DoneFields
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import RequestFeature
@@ -26,6 +26,7 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Group, Sequence
 from rollout.engine.upload import Header, StepOutput, UploadStaging
 from trainer_bridge.wire.prompt_tops import PromptTops
+from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 
 NAME = "scores"
 #: int32 words of a token that is scored: its position in the step and the next token's id.
@@ -59,7 +60,7 @@ def asked_scores(header: Header) -> AskedScores:
 
 def wide_words(request: Request) -> int:
     """The most tokens that a request scores at a position, if its prompt is in the wide list; else 0."""
-    tops, chosen = request.prompt_tops or 0, request.prompt_chosen.shape[-1]
+    tops, chosen = request.prompt_top_logprobs or 0, request.chosen.shape[-1]
     if not chosen and not request.prompt_entropy and tops <= MAX_TOP_LOGPROBS:
         return 0
     return max(1, tops, chosen)
@@ -82,8 +83,8 @@ class _List:
         self.at.append(np.arange(begin + first, begin + first + scored))
         self.targets.append(request.prompt.token_ids[token : token + scored])
         self.chosen.append(_chosen(request, token, scored))
-        self.ranked |= request.prompt_tops is not None
-        self.tops = max(self.tops, request.prompt_tops or 0)
+        self.ranked |= request.prompt_top_logprobs is not None
+        self.tops = max(self.tops, request.prompt_top_logprobs or 0)
         self.entropy |= request.prompt_entropy
 
     def put(self, staging: UploadStaging, name: str, multiple: int, tops: int) -> Scoring:
@@ -98,7 +99,7 @@ class _List:
 
 def _chosen(request: Request, token: int, scored: int) -> np.ndarray:
     """The tokens that a request names for `scored` tokens of its prompt from `token` on, int32 [scored, M]."""
-    ids = request.prompt_chosen
+    ids = request.chosen
     first = token - request.scored_from
     return ids[first : first + scored] if ids.ndim == 2 else np.broadcast_to(ids, (scored, len(ids)))
 
@@ -111,7 +112,6 @@ class ScoresFeature(RequestFeature):
     """
 
     name = NAME
-    takes = frozenset({"top_logprobs", "prompt_logprobs"})
 
     def __init__(self, multiple: int, vocab: int, exact: bool) -> None:
         self.multiple = multiple
@@ -126,7 +126,7 @@ class ScoresFeature(RequestFeature):
         """A prompt that is scored has to be computed, except for tokens before the first one with scored logits."""
         if group.request.prompt_logprobs:
             group.fresh_from = _first_scored(group.request)
-        if group.request.top_logprobs:
+        if group.request.logprobs:
             group.needs |= RowNeeds.LOGITS
 
     def fit(self, seq: Sequence, start: int, length: int, first: bool) -> int:
@@ -148,7 +148,7 @@ class ScoresFeature(RequestFeature):
         """Put the rows and positions that are scored."""
         asked = self._put_prompts(plan, staging) if plan.kind == "prefill" else _NOTHING
         if plan.needs.value & _LOGITS:
-            top_rows = [i for i, seq in enumerate(plan.sampled) if seq.group.request.top_logprobs]
+            top_rows = [i for i, seq in enumerate(plan.sampled) if seq.group.request.logprobs]
             asked = asked._replace(tops=put_tops(staging, top_rows))
         if asked != _NOTHING:
             staging.facts[NAME] = asked.to_facts()
@@ -194,7 +194,7 @@ class ScoresFeature(RequestFeature):
         drawn, fields = seq.drawn, DeltaFields()
         if seq.index == 0 and drawn.flushed == drawn.known:
             fields.update(self._prompt_fields(seq.group))
-        if seq.group.request.top_logprobs:
+        if seq.group.request.logprobs:
             fields["top_ids"], fields["top_logprobs"] = self._tops_of(seq).between(drawn.flushed, len(drawn.tokens))
         return fields
 
@@ -220,7 +220,7 @@ class ScoresFeature(RequestFeature):
 
     def _tops_of(self, seq: Sequence) -> TopTokens:
         if seq not in self.tops:
-            self.tops[seq] = TopTokens(seq.group.request.top_logprobs, seq.drawn.known)
+            self.tops[seq] = TopTokens(seq.group.request.logprobs, seq.drawn.known)
         return self.tops[seq]
 
     def _note_tops(self, plan: Plan, scores: Scores, accepted: list[int]) -> None:
@@ -347,8 +347,8 @@ class PromptScoreRows:
         rows = len(request.prompt) - request.scored_from
         return cls(
             np.full(rows, np.nan, np.float32),
-            None if request.prompt_tops is None else PromptTops.unknown(rows, request.prompt_tops),
-            np.full((rows, request.prompt_chosen.shape[-1]), np.nan, np.float32),
+            None if request.prompt_top_logprobs is None else PromptTops.unknown(rows, request.prompt_top_logprobs),
+            np.full((rows, request.chosen.shape[-1]), np.nan, np.float32),
             np.full(rows, np.nan, np.float32) if request.prompt_entropy else None,
             version,
         )

@@ -39,7 +39,7 @@ def submit(bench: Bench) -> None:
     for i, sampling in enumerate(RULES):
         bench.submit(f"rules{i}", prompt_of(150 + 40 * i, 2 + i), 60 + 5 * i, sampling=sampling)
     bench.submit("masked", prompt_of(50, 19), 50, sampling=RULES[0], constraint=AllowList(tuple(range(40)), VOCAB))
-    bench.submit("tops", prompt_of(70, 20), 40, sampling=RULES[0], top_logprobs=3)
+    bench.submit("tops", prompt_of(70, 20), 40, sampling=RULES[0], logprobs=3)
     bench.submit("stops", prompt_of(70, 21), 80, sampling=RULES[0], stop={"token_ids": (31, 32), "min_tokens": 6})
 
 

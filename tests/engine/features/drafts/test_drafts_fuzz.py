@@ -78,7 +78,7 @@ def requests_of(rng: random.Random, vocab: int, adapted: bool = False, routed: b
         fields: dict[str, Any] = {
             "sampling": {**rng.choice(MORE_RULES), "seed": i},
             "stop": stop,
-            "top_logprobs": rng.choice([0, 0, 2]),
+            "logprobs": rng.choice([0, 0, 2]),
             "stream_every": rng.choice([0, 1, 3]),
             "priority": rng.choice([0, 0, 1]),
         }
@@ -102,7 +102,7 @@ def requests_of(rng: random.Random, vocab: int, adapted: bool = False, routed: b
             case "prior" if one.constraint is None and "routing_from" not in fields:
                 one.known = rng.randint(1, one.length)
             case "prompt":
-                fields |= {"prompt_logprobs": True, "prompt_tops": rng.choice([None, 0, 3])}
+                fields |= {"prompt_logprobs": True, "prompt_top_logprobs": rng.choice([None, 0, 3])}
             case "ends":
                 one.ends = rng.choice(["cancel", "stop"])
     return asked

@@ -32,7 +32,7 @@ def submit_all(bench: Bench) -> None:
         bench.submit(f"rules{i}", prompt_of(5 + 3 * i, i), 18 + i, sampling=sampling, n=1 + i % 2)
     stop = {"token_ids": (31, 32), "min_tokens": 6}
     bench.submit("stops", prompt_of(9, 20), 60, sampling=SAMPLED, stop=stop, n=3)
-    bench.submit("tops", prompt_of(6, 21), 15, sampling=SAMPLED, top_logprobs=3, stream_every=2)
+    bench.submit("tops", prompt_of(6, 21), 15, sampling=SAMPLED, logprobs=3, stream_every=2)
     bench.submit("short", prompt_of(1, 22), 20, sampling=SAMPLED, n=2)
     bench.submit("two", prompt_of(2, 22), 2, sampling=SAMPLED)
     bench.submit("cycle", prompt_of(8, 23), 12, sampling=SAMPLED, constraint=Cycle([[1, 5, 9], [2, 3, 40], [7, 8]]))

@@ -38,7 +38,7 @@ def submit_free(bench: Bench, stop: int = 31) -> None:
     for i, sampling in enumerate(RULES):
         bench.submit(f"rules{i}", prompt_of(5 + 3 * i, i), 18 + i, sampling=sampling, n=1 + i % 2)
     bench.submit("stops", prompt_of(9, 20), 60, sampling=SAMPLED, stop={"token_ids": (stop, 32), "min_tokens": 6}, n=3)
-    bench.submit("tops", prompt_of(6, 21), 15, sampling=SAMPLED, top_logprobs=3, stream_every=2)
+    bench.submit("tops", prompt_of(6, 21), 15, sampling=SAMPLED, logprobs=3, stream_every=2)
     bench.submit("one", prompt_of(6, 22), 1, sampling=SAMPLED)
     bench.submit("two", prompt_of(6, 22), 2, sampling=SAMPLED)
 

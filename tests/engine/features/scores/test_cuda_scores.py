@@ -31,8 +31,8 @@ def test_tops_and_prompts_are_transformers(tmp_path, captured):
     wishes = [(140, 20), (300, 3), (7, 0), (33, 1), (1, 5)]
     for i, (length, k) in enumerate(wishes):
         sampling = {"temperature": 0.8, "seed": i, **({"top_k": 9} if i == 1 else {})}
-        asked = {"prompt_logprobs": i != 2, "prompt_tops": None if i == 2 else k}
-        bench.submit(f"r{i}", prompt(length, i), 40, sampling=sampling, top_logprobs=k, **asked)
+        asked = {"prompt_logprobs": i != 2, "prompt_top_logprobs": None if i == 2 else k}
+        bench.submit(f"r{i}", prompt(length, i), 40, sampling=sampling, logprobs=k, **asked)
     bench.run()
     for i, (length, k) in enumerate(wishes):
         done, ids = bench.completions[f"r{i}", 0], prompt(length, i)
@@ -87,7 +87,7 @@ def test_teachers_compile_nothing_and_leave_other_scores_bit_for_bit(folder, mon
     def scores(*teachers: Wanted) -> np.ndarray:
         bench = Bench(load_bf16(folder), make_device("cuda"), page_size=16, kv_pages=600, deterministic=True)
         compiled.clear()
-        bench.submit("a", prompt(300, 9), 4, prompt_logprobs=True, prompt_tops=20)
+        bench.submit("a", prompt(300, 9), 4, prompt_logprobs=True, prompt_top_logprobs=20)
         for i, wanted in enumerate(teachers):
             bench.submit(f"t{i}", prompt(300, i), 0, **wanted.fields())
         bench.run()
@@ -136,7 +136,7 @@ def test_without_scores_a_prompt_fills_the_cache_and_nothing_is_compiled_for_it(
 def test_steps_with_tops_never_wait_for_the_device(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     for i in range(6):
-        bench.submit(f"r{i}", prompt(20, i), 400, top_logprobs=5 * (i % 2))
+        bench.submit(f"r{i}", prompt(20, i), 400, logprobs=5 * (i % 2))
     bench.ticks(20)
     tick_without_waiting(bench)
     bench.run()
@@ -147,7 +147,7 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
     """A copy to unpinned memory would wait for the step, and no debug mode detects that."""
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     for i in range(3):
-        bench.submit(f"r{i}", prompt(20, i), 100, top_logprobs=5 * (i % 2))
+        bench.submit(f"r{i}", prompt(20, i), 100, logprobs=5 * (i % 2))
     bench.ticks(20)
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.engine.tick()
@@ -161,7 +161,7 @@ def test_a_launch_that_scores_a_prompt_returns_before_the_step_has_run(folder):
     bench.submit("a", prompt(20, 0), 100)
     bench.ticks(20)
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
-    bench.submit("b", prompt(200, 1), 5, prompt_logprobs=True, prompt_tops=5)
+    bench.submit("b", prompt(200, 1), 5, prompt_logprobs=True, prompt_top_logprobs=5)
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1]
     asked = asked_scores(newest.header)
@@ -173,7 +173,7 @@ def test_nothing_is_compiled_for_them_while_serving(folder, monkeypatch):
     bench = Bench(load_bf16(folder), make_device("cuda"), max_rows=12, page_size=16, kv_pages=600)
     compiled = watch_compilation(monkeypatch)
     for i, length in enumerate((1, 5, 20, 40, 70, 130, 256, 300)):
-        asked = {"prompt_logprobs": i % 2 == 0, "prompt_tops": i if i % 4 == 0 else None}
-        bench.submit(f"r{i}", prompt(length, i), 10 + i, top_logprobs=i, **asked)
+        asked = {"prompt_logprobs": i % 2 == 0, "prompt_top_logprobs": i if i % 4 == 0 else None}
+        bench.submit(f"r{i}", prompt(length, i), 10 + i, logprobs=i, **asked)
     bench.run()
     assert compiled == []

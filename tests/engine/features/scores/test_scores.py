@@ -62,7 +62,7 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
     ranked = [None, None, 0, 4, 20, None, 3]
     for i, (length, k, scored) in enumerate(wishes):
         sampling = CHANGED[i % len(CHANGED)]
-        fields = {"top_logprobs": k, "prompt_logprobs": scored, "prompt_tops": ranked[i]}
+        fields = {"logprobs": k, "prompt_logprobs": scored, "prompt_top_logprobs": ranked[i]}
         bench.submit(f"r{i}", prompt_of(length, i), 12 + 3 * i, sampling=sampling, **fields)
     bench.run()
     for i, (length, k, scored) in enumerate(wishes):
@@ -85,7 +85,7 @@ def test_pieces_of_a_prompt_have_their_ranks_and_tops(model, prompt_of, hf_model
     bench = Bench(model, **PIECES)
     scores_of(bench).multiple = SCORED_AT_ONCE
     for i, length in enumerate((271, 10, 3)):
-        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_tops=(5, None, 1)[i])
+        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, prompt_top_logprobs=(5, None, 1)[i])
     bench.run()
     for i, (length, k) in enumerate(((271, 5), (10, None), (3, 1))):
         done = bench.completions[f"r{i}", 0]
@@ -109,7 +109,7 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
     bench = Bench(model)
     told = watch_headers(bench)
     for name, k in (("plain", None), ("ranks", 0), ("tops", 2)):
-        bench.complete(name, prompt_of(9), 2, prompt_logprobs=True, prompt_tops=k)
+        bench.complete(name, prompt_of(9), 2, prompt_logprobs=True, prompt_top_logprobs=k)
     asked = [(scoring.ranked, scoring.tops) for header in told if (scoring := asked_scores(header).narrow).scored]
     assert asked == [(False, 0), (True, 0), (True, 20)]
 
@@ -134,7 +134,7 @@ def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, promp
     model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
     scores_of(bench).multiple = SCORED_AT_ONCE
     for i, length in enumerate((300, 121, 3)):
-        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
+        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, logprobs=2)
     bench.run()
     assert {size for size in sizes if size > 3} == {SCORED_AT_ONCE}
     for i, length in enumerate((300, 121, 3)):
@@ -162,7 +162,7 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
     for i, length in enumerate((450, 300, 130, 2, 1, 400, limits.max_context - 2)):
         sampling = {**SAMPLED, "repetition_penalty": 1.1, "logit_bias": ((7, 1.0),)} if i % 2 == 0 else SAMPLED
         prompt = prompt_of(length, i)
-        bench.submit(f"r{i}", prompt, 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1, **setup)
+        bench.submit(f"r{i}", prompt, 2, sampling=sampling, prompt_logprobs=True, logprobs=1, **setup)
     bench.run()
     assert len(used) > 4 and all(words <= bound for words, bound in used), used
 
@@ -170,7 +170,7 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
 def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of, hf_models):
     bench = Bench(model, kv_pages=36, prefill_chunk_tokens=9, prefix_cache=False)
     for i in range(6):
-        bench.submit(f"r{i}", prompt_of(20, i), 60, sampling=SAMPLED, top_logprobs=4, prompt_logprobs=True)
+        bench.submit(f"r{i}", prompt_of(20, i), 60, sampling=SAMPLED, logprobs=4, prompt_logprobs=True)
     bench.run()
     assert bench.engine.roster.counters.preemptions > 3
     for i in range(6):
@@ -183,7 +183,7 @@ def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of
 def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, prompt_of, hf_models):
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
-    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
+    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_top_logprobs=3)
     bench.ticks(4)
     (seq,) = bench.engine.roster.prefilling
     assert 0 < seq.kv.length < 60 and seq.fresh_from == 0
@@ -198,7 +198,7 @@ def test_a_prompt_that_is_scored_takes_no_cached_page_but_leaves_its_own(model, 
     bench = Bench(model)
     prompt = prompt_of(50)
     bench.complete("a", prompt, 8)
-    bench.complete("b", prompt, 8, prompt_logprobs=True, top_logprobs=2)
+    bench.complete("b", prompt, 8, prompt_logprobs=True, logprobs=2)
     bench.submit("c", prompt[:41], 8, prompt_logprobs=True)
     bench.complete("d", prompt, 8)
     cached = {name: bench.done[name].cached_tokens for name in "abcd"}
@@ -214,7 +214,7 @@ def test_a_turn_that_scores_its_prompt_takes_nothing_from_its_session(model, pro
     prompt, cached = prompt_of(30), []
     for name, scored in (("first", False), ("second", True), ("third", False)):
         bench.complete(
-            name, prompt, 10, session=("c", "talk"), session_lease_s=60.0, prompt_logprobs=scored, top_logprobs=2
+            name, prompt, 10, session=("c", "talk"), session_lease_s=60.0, prompt_logprobs=scored, logprobs=2
         )
         cached.append(bench.done[name].cached_tokens)
         check_tops(bench.completions[name, 0], prompt, 2, hf_models[0])
@@ -235,7 +235,7 @@ def test_pages_of_a_scored_prompt_are_found_by_others(model, prompt_of):
 def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
     bench = Bench(model, max_rows=3, prefill_chunk_tokens=10)
     prompt, headers = prompt_of(33), watch_headers(bench)
-    bench.complete("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
+    bench.complete("g", prompt, 14, n=5, sampling=SAMPLED, logprobs=3, prompt_logprobs=True)
     assert sum(span.scored for header in headers for span in asked_scores(header).spans) == 32
     for index in range(5):
         done = bench.completions["g", index]
@@ -248,7 +248,7 @@ def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
 def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_of, hf_models, n):
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(40)
-    bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
+    bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, logprobs=2)
     bench.ticks(3)
     assert 0 < bench.engine.roster.prefilling[0].kv.length < 40
     bench.engine.inbox.put(StopAt(("c", "g"), 0, 0, "x"))
@@ -263,13 +263,13 @@ def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_
 def test_continued_completions_tell_of_new_tokens_and_of_the_prompt_alone(model, prompt_of, hf_models):
     bench = Bench(model, prefill_chunk_tokens=8)
     prompt = prompt_of(19)
-    bench.complete("whole", prompt, 40, sampling=SAMPLED, top_logprobs=4, stream_every=5)
+    bench.complete("whole", prompt, 40, sampling=SAMPLED, logprobs=4, stream_every=5)
     whole = bench.completions["whole", 0]
     assert whole.deltas > 5 and not whole.drawn_logprobs, "telling more changes no draw"
     check_tops(whole, prompt, 4, hf_models[0])
     prior = Prior(np.array(whole.token_ids[:15], dtype=np.int32))
     sampling = {**SAMPLED, "seed": whole.seed}
-    bench.complete("rest", prompt, 40, sampling=sampling, prior=prior, top_logprobs=4, prompt_logprobs=True)
+    bench.complete("rest", prompt, 40, sampling=sampling, prior=prior, logprobs=4, prompt_logprobs=True)
     rest = bench.completions["rest", 0]
     assert rest.token_ids == whole.token_ids[15:] and rest.top_ids == whole.top_ids[15:]
     check_prompt(rest.prompt_logprobs, prompt, hf_models[0])
@@ -279,7 +279,7 @@ def test_the_first_delta_of_completion_0_alone_has_the_scores_of_the_prompt(mode
     bench = Bench(model)
     prior = Prior(np.array([3, 4, 5], dtype=np.int32))
     for name, fields in (("new", {"n": 2}), ("continued", {"prior": prior})):
-        bench.complete(name, prompt_of(9), 12, stream_every=2, prompt_logprobs=True, prompt_tops=2, **fields)
+        bench.complete(name, prompt_of(9), 12, stream_every=2, prompt_logprobs=True, prompt_top_logprobs=2, **fields)
         deltas = [event for event in bench.events if isinstance(event, Delta) and event.key == ("c", name)]
         first = [delta.index == 0 and delta.offset == 3 * (name == "continued") for delta in deltas]
         assert [delta.prompt_logprobs is not None for delta in deltas] == first
@@ -291,8 +291,8 @@ def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models
     bench = Bench(model)
     stop = {"token_ids": (5,)}
     allowed = AllowList((5, 11, 12), VOCAB)
-    bench.submit("a", prompt_of(12), 20, sampling=SAMPLED, constraint=allowed, stop=stop, top_logprobs=5)
-    bench.complete("b", prompt_of(30, 1), 20, sampling=SAMPLED, top_logprobs=2)
+    bench.submit("a", prompt_of(12), 20, sampling=SAMPLED, constraint=allowed, stop=stop, logprobs=5)
+    bench.complete("b", prompt_of(30, 1), 20, sampling=SAMPLED, logprobs=2)
     done = bench.completions["a", 0]
     assert set(done.token_ids) <= {5, 11, 12}
     assert not {token for row in done.top_ids for token in row} <= {5, 11, 12}
@@ -304,7 +304,7 @@ def test_tops_after_a_swap_are_of_the_new_weights(model, other, prompt_of, hf_mo
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap="recompute")
     prompt = prompt_of(13)
-    bench.submit("a", prompt, 50, top_logprobs=4)
+    bench.submit("a", prompt, 50, logprobs=4)
     swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
     done, k = bench.completions["a", 0], boundary(bench, "a")
     rows = [log_softmax_after(hf_model, prompt + done.token_ids)[len(prompt) - 1 : -1] for hf_model in hf_models]
@@ -316,7 +316,7 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap=kv_on_swap, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
-    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=3)
+    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_top_logprobs=3)
     bench.ticks(4)
     assert 0 < bench.engine.roster.prefilling[0].kv.length < 60
     mailbox.ready = Update(1, other, model)
@@ -332,7 +332,7 @@ def test_members_of_a_group_that_prefill_again_after_a_swap_leave_its_prompts_lo
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, max_rows=1)
     prompt = prompt_of(21)
-    bench.submit("g", prompt, 12, n=3, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
+    bench.submit("g", prompt, 12, n=3, sampling=SAMPLED, prompt_logprobs=True, logprobs=2)
     swap_in_the_middle(bench, mailbox, Update(1, other, model), 5)
     assert bench.completions["g", 0].versions[0] == 0 and bench.completions["g", 1].versions[0] == 1
     check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
@@ -344,7 +344,7 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
     prompt = prompt_of(60)
-    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_tops=2)
+    bench.submit("a", prompt, 5, prompt_logprobs=True, prompt_top_logprobs=2)
     bench.ticks(6)
     before = bench.engine.roster.prefilling[0].kv.length
     mailbox.ready = Update(1, other, model)
@@ -366,7 +366,7 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
 
 def test_a_request_that_ends_before_its_prompt_is_computed_says_so_with_nan(model, prompt_of):
     bench = Bench(model, prefill_chunk_tokens=8)
-    bench.submit("a", prompt_of(60), 5, n=2, top_logprobs=3, prompt_logprobs=True)
+    bench.submit("a", prompt_of(60), 5, n=2, logprobs=3, prompt_logprobs=True)
     bench.engine.tick()
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
@@ -382,8 +382,8 @@ def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of
     prompt = prompt_of(15)
     stop = greedy(prompt, 12)[-1]
     first = greedy(prompt, 12).index(stop)
-    bench.submit("a", prompt, 40, stop={"token_ids": (stop,)}, top_logprobs=3)
-    bench.submit("b", prompt_of(9, 2), 40, top_logprobs=2, sampling=SAMPLED)
+    bench.submit("a", prompt, 40, stop={"token_ids": (stop,)}, logprobs=3)
+    bench.submit("b", prompt_of(9, 2), 40, logprobs=2, sampling=SAMPLED)
     bench.ticks(8)
     bench.engine.inbox.put(Cancel(("c", "b")))
     bench.run()
@@ -396,7 +396,7 @@ def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of
 
 def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model, prompt_of):
     bench = Bench(model, max_rows=1)
-    bench.submit("g", prompt_of(9), 5, n=3, sampling=SAMPLED, top_logprobs=20)
+    bench.submit("g", prompt_of(9), 5, n=3, sampling=SAMPLED, logprobs=20)
     bench.engine.tick()
     group = bench.engine.roster.groups["c", "g"]
     bench.tick_until(lambda: group.sequences[1].finalized)
@@ -409,7 +409,7 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
 
 def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
     bench = Bench(model)
-    bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1}, top_logprobs=3)
+    bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1}, logprobs=3)
     bench.ticks(6)
     bench.engine.executor.compute.run(lambda: model.norm.weight.fill_(float("nan")))
     bench.run()
@@ -421,7 +421,7 @@ def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
 def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, hf_models):
     bench = Bench(model)
     prompt = prompt_of(21)
-    bench.submit("a", prompt, 50, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
+    bench.submit("a", prompt, 50, sampling=SAMPLED, logprobs=3, prompt_logprobs=True)
     bench.ticks(9)
     seq = bench.engine.roster.decoding[0]
     # An entry of a token that was not taken any more.
@@ -442,7 +442,7 @@ def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of)
     steps = watch_plans(bench)
     bench.complete("plain", prompt_of(20), 10)
     assert len(downloads) == len(steps) > 5
-    bench.submit("asks", prompt_of(30, 1), 4, top_logprobs=1)
+    bench.submit("asks", prompt_of(30, 1), 4, logprobs=1)
     bench.complete("plain again", prompt_of(20, 2), 30)
     assert len(downloads) == len(steps) + 4, "one more for each step of the row that asks"
 
