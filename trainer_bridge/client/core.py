@@ -20,6 +20,7 @@ from trainer_bridge.client.assembly import Assembler, join_chunks
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
 from trainer_bridge.client.placement import Fleet, SentRequest
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result, split_chunks
+from trainer_bridge.expiring_cache import ExpiringCache
 from trainer_bridge.process_bound import ProcessBound
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.address import endpoint_list
@@ -44,7 +45,6 @@ _ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
 _MOST_PIXEL_BYTES = 32 << 20  # most pixel bytes within a request; more pixels go ahead, in messages of their own
 _MOST_SENT_AGAIN = 2  # a request with images: first with the missing ones, then with all
-_MOST_KNOWN = 65_536  # images that a worker has been sent
 #: Advice for errors of a client in a forked process.
 MAKE_CLIENTS = "pass its endpoints, and make a client in each process"
 _NO_JOURNAL = "this client has no journal; make it with journal="
@@ -56,29 +56,6 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
         raise ValueError(
             f"the id {request_id!r:.40} is in flight already, or does not have 1 to {wire.MAX_ID_CHARS} characters"
         )
-
-
-class KnownMedia:
-    """The images that one worker has been sent, by hash: requests name them until the worker asks for pixels."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[str, None] = {}  # oldest first
-
-    def to_send(self, media: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The images of a request. An image that the worker has not got yet has its pixels."""
-        items = []
-        for item in media:
-            known = item["hash"] in self._hashes
-            items.append({name: part for name, part in item.items() if not (known and name == "pixel_values")})
-            self._hashes[item["hash"]] = None
-        while len(self._hashes) > _MOST_KNOWN:
-            del self._hashes[next(iter(self._hashes))]
-        return items
-
-    def forget(self, hashes: Iterable[str]) -> None:
-        """Note that the worker does not have these images."""
-        for each in hashes:
-            self._hashes.pop(each, None)
 
 
 class ClientCall:
@@ -173,7 +150,8 @@ class ClientCore(ProcessBound):
         self._closed = False
         self.acknowledges = client is None if acknowledge is None else acknowledge
         self._to_acknowledge: dict[str, list[str]] = {}  # ids by endpoint
-        self._media: defaultdict[str, KnownMedia] = defaultdict(KnownMedia)  # known images by endpoint
+        #: Hashes of the images that each endpoint was sent: requests name them until the worker asks for pixels.
+        self._media: defaultdict[str, ExpiringCache[str, bool]] = defaultdict(lambda: ExpiringCache(0))
         self._most_bytes: dict[str, int] = {}  # most bytes of a message by endpoint, if a status had it
         self._questions: list[ClientCall] = []  # status calls to all workers, while there are newcomers
         self._ask_at = 0.0  # time of the next status calls
@@ -250,7 +228,8 @@ class ClientCore(ProcessBound):
         try:
             self._send_request(call, fields)
         except TooLarge as error:
-            self._media[endpoint].forget(item["hash"] for item in fields.get("media", ()))
+            for item in fields.get("media", ()):
+                self._media[endpoint].drop(item["hash"])
             call.fail(error)
             return call
         self._calls[request_id] = call
@@ -602,8 +581,9 @@ class ClientCore(ProcessBound):
         if call.fields is None or call.sent_again == _MOST_SENT_AGAIN:
             return False
         call.sent_again += 1
-        known = self._media[call.endpoint]
-        known.forget(need if call.sent_again < _MOST_SENT_AGAIN else [item["hash"] for item in call.fields["media"]])
+        lacks = need if call.sent_again < _MOST_SENT_AGAIN else [item["hash"] for item in call.fields["media"]]
+        for each in lacks:
+            self._media[call.endpoint].drop(each)
         try:
             self._send_request(call, call.fields)
         except TooLarge:
@@ -613,7 +593,11 @@ class ClientCore(ProcessBound):
     def _send_request(self, call: ClientCall, fields: dict[str, Any]) -> None:
         """Send the message of a call. Images that the worker has are named; many large ones are sent ahead."""
         if "media" in fields:
-            media = self._media[call.endpoint].to_send(fields["media"])
+            known, media = self._media[call.endpoint], []
+            for item in fields["media"]:
+                named = known.get(item["hash"]) is not None
+                media.append({name: part for name, part in item.items() if not (named and name == "pixel_values")})
+                known.put(item["hash"], True, 0)
             ahead = [item for item in media if "pixel_values" in item]
             if sum(item["pixel_values"].nbytes for item in ahead) > _MOST_PIXEL_BYTES:
                 for item in ahead:

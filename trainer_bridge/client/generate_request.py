@@ -219,15 +219,22 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _add_prior(sent: dict[str, Any]) -> Completion:
+    """The completion in `continue_from`, which is put into the protocol's form."""
     given = sent["continue_from"]
     if not isinstance(given, Completion):
         given = {name: value for name, value in given.items() if value is not None}
-    prior = _prior(given)
-    if isinstance(given, Completion) and not sent.get("return_routing"):
+        prior = _prior(given)
+        sent["continue_from"] = {**given, "token_ids": prior.token_ids}
+        return prior
+    if given.seed is None:
+        raise ValueError("continue_from is a completion without a seed, so its random numbers cannot go on")
+    text = given.text and given.text.rstrip(_HALF)
+    prior = replace(given, finish_reason=None, stop=None, error=None, text=text)
+    if not sent.get("return_routing"):
         prior = replace(prior, routing=None)  # it is not wanted back
-    if isinstance(given, Completion) and not sent.get("logprobs"):
+    if not sent.get("logprobs"):
         prior = replace(prior, top_ids=None, top_logprobs=None)
-    sent["continue_from"] = _given_prior(given, prior)
+    sent["continue_from"] = prior_fields(prior)
     return prior
 
 
@@ -249,11 +256,8 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
-    """An earlier partial completion. Missing log-probs of a map become NaN, missing versions -1."""
-    if isinstance(partial, Completion):
-        text = partial.text and partial.text.rstrip(_HALF)
-        return replace(partial, finish_reason=None, stop=None, error=None, text=text)
+def _prior(partial: Mapping[str, Any]) -> Completion:
+    """An earlier partial completion. Missing log-probs become NaN, missing versions -1."""
     token_ids = token_array(partial.get("token_ids", ()), "continue_from.token_ids")
     unknown = np.full(len(token_ids), np.nan, np.float32)
     runs, drawn = partial.get("versions", [(-1, len(token_ids))]), partial.get("drawn_logprobs")
@@ -278,14 +282,6 @@ def _given_rows(partial: Mapping[str, Any], name: str, dtype: type) -> np.ndarra
     given = partial.get(name)
     rows: np.ndarray = np.asarray(() if given is None else given, dtype)
     return rows if rows.size else None
-
-
-def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> dict[str, Any]:
-    if not isinstance(partial, Completion):
-        return {**partial, "token_ids": prior.token_ids}
-    if prior.seed is None:
-        raise ValueError("continue_from is a completion without a seed, so its random numbers cannot go on")
-    return prior_fields(prior)
 
 
 def prior_fields(prior: Completion) -> dict[str, Any]:
@@ -321,20 +317,14 @@ def attach_fields(
     if partials and not stream:
         raise ValueError("partials are for streams; leave them out, or set stream")
     if stream:
-        fields |= {"stream": stream, "offsets": _offsets(partials), "text_chars": _text_chars(partials)}
+        going_on = [part for part in partials if part.finish_reason is None]
+        offsets = dict.fromkeys((str(part.index) for part in partials), None)
+        offsets |= {str(part.index): len(part) for part in going_on}
+        chars = {str(part.index): len(part.text) for part in going_on if part.text is not None}
+        fields |= {"stream": stream, "offsets": offsets, "text_chars": chars}
         if given.get("stream_every") is not None:
             fields["stream_every"] = given["stream_every"]
     return fields, partials
-
-
-def _offsets(partials: list[Completion]) -> dict[str, int | None]:
-    return {str(part.index): None if part.finish_reason is not None else len(part) for part in partials}
-
-
-def _text_chars(partials: list[Completion]) -> dict[str, int]:
-    return {
-        str(part.index): len(part.text) for part in partials if part.text is not None and part.finish_reason is None
-    }
 
 
 def given(**fields: Any) -> dict[str, Any]:

@@ -96,10 +96,9 @@ class CudaIpcMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._library = ctypes.CDLL(runtime_path())
+        self._library = ctypes.CDLL(runtime_paths()[0])
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], until `free`."""
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
         return self._tensor(pointer, nbytes)
@@ -108,16 +107,12 @@ class CudaIpcMemory:
         self._call("cudaFree", ctypes.c_void_p(memory.data_ptr()))
 
     def handle(self, memory: torch.Tensor) -> bytes:
-        """The handle by which another process opens it."""
         handle = _Handle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(memory.data_ptr()))
         return bytes(handle)
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        """Another process's memory, uint8 [nbytes], until `close`."""
-        pointer = ctypes.c_void_p()
-        given = _Handle.from_buffer_copy(handle)
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        pointer = self._open(handle)
         memory = self._tensor(pointer, nbytes)
         if memory.data_ptr() != pointer.value:  # memory of another GPU: torch made a copy, which would never change
             self._call("cudaIpcCloseMemHandle", pointer)
@@ -129,11 +124,14 @@ class CudaIpcMemory:
 
     def reader(self, handle: bytes, nbytes: int) -> IpcReader:
         """Map memory of any GPU of the host, until `close`. Raises OSError if this GPU has no access to it."""
-        pointer = ctypes.c_void_p()
-        given = _Handle.from_buffer_copy(handle)
-        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        pointer = self._open(handle)
         assert pointer.value is not None
         return _CudaReader(self._call, self._device, pointer.value, nbytes)
+
+    def _open(self, handle: bytes) -> ctypes.c_void_p:
+        pointer, given = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return pointer
 
     def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
         assert pointer.value is not None
@@ -181,11 +179,6 @@ class _CudaBytes:
             "data": (pointer, False),
             "version": 2,
         }
-
-
-def runtime_path() -> str:
-    """The path of a CUDA runtime that this process has loaded. Raises OSError if it has loaded none."""
-    return runtime_paths()[0]
 
 
 def runtime_paths() -> list[str]:
