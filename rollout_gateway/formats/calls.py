@@ -130,7 +130,6 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def decoded(self) -> dict[str, Any]:
-        """The arguments."""
         value: dict[str, Any] = json.loads(self.arguments)
         return value
 

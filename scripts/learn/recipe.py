@@ -5,7 +5,6 @@ Every field of `Recipe` is a flag. Replace what you need: `Recipe(model=..., tas
 
 import argparse
 import typing
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -96,8 +95,3 @@ def read_recipe(arguments: argparse.Namespace) -> Recipe:
     if not recipe.model and recipe.task != "counting":
         raise SystemExit("--model is missing: name a folder, such as the one that scripts.fetch_smollm2 makes")
     return recipe
-
-
-def flag_words(recipe: Recipe, names: Sequence[str]) -> list[str]:
-    """The flags of some fields, for a command line."""
-    return [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(recipe, name)))]

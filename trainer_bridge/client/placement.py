@@ -131,14 +131,12 @@ class Fleet:
 
     def admit_newcomers(self, versions: Mapping[str, int]) -> None:
         """Use the newcomers whose weights are current. `versions` are the weights versions of workers that serve."""
-        settled = [version for endpoint, version in versions.items() if not self._is_newcomer(endpoint)]
+        in_use = {member.endpoint for member in self if not member.newcomer}
+        settled = [version for endpoint, version in versions.items() if endpoint in in_use]
         current = max(settled or versions.values(), default=0)
         for endpoint, version in versions.items():
             if version >= current and endpoint in self._members:
                 self._members[endpoint].newcomer = False
-
-    def _is_newcomer(self, endpoint: str) -> bool:
-        return endpoint not in self._members or self._members[endpoint].newcomer
 
     # --- where to go --------------------------------------------------------------------------------------------------
 

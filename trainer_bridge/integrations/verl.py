@@ -470,10 +470,6 @@ class _Updates:
         return self._publisher
 
 
-def _publisher_options(config: Any) -> dict[str, Any]:
-    return dict(config.checkpoint_engine.engine_kwargs.get(NAME, {}))
-
-
 class ServerAdapter(BaseRollout):
     """The rollout in a trainer's rank: brings the rank's weights to the worker on its GPU."""
 
@@ -484,7 +480,7 @@ class ServerAdapter(BaseRollout):
         self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
         self.is_leader_rank = True
         self._server = server or server_name(self.replica_rank)
-        self._updates = _Updates(_publisher_options(self.config))
+        self._updates = _Updates(self.config.checkpoint_engine.engine_kwargs.get(NAME, {}))
 
     async def resume(self, tags: list[str]) -> None:
         """Wake the worker. Only with `free_cache_engine`."""

@@ -44,7 +44,7 @@ class KeptDeltas(KeptUpdate):
         #: The newest update as what has changed; None if there is no base, or if too much has changed.
         self.changes: Payload | None = None
         self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
-        self._base_holders: set[str] = set()  # endpoints that have the content that the changes are made from
+        self.base_holders: set[str] = set()  # endpoints that have the content that the changes are made from
         self._holders: set[str] = set()  # endpoints that have the kept content
 
     def fill(self, payload: Payload) -> None:
@@ -58,7 +58,7 @@ class KeptDeltas(KeptUpdate):
         manifest, before = payload.manifest, self._manifest
         comparable = before is not None and before.layout_digest == manifest.layout_digest
         base, self._content, self.changes = self._content, secrets.token_hex(16), None
-        self._base_holders, self._holders = self._holders, set()
+        self.base_holders, self._holders = self._holders, set()
         device = payload.device if self._where == "device" else torch.device("cpu")
         comparable &= self._buffer.device == device and not comes_whole(manifest)
         try:
@@ -111,10 +111,6 @@ class KeptDeltas(KeptUpdate):
         changes.update, changes.content, changes.tied = manifest, self._content, self._tied
         changes.delta = WeightDelta(base, changes.manifest, tuple(prints))
         return changes
-
-    def has_base(self, endpoint: str) -> bool:
-        """Whether a worker has taken the update that the changes are made from."""
-        return endpoint in self._base_holders
 
     def holds(self, endpoint: str) -> None:
         """Note that a worker has all bytes of the kept update."""

@@ -358,12 +358,12 @@ class WeightPublisher(Closing):
             return
         deltas.take(payload, self.closing)
         changes = deltas.changes
-        having = [] if changes is None else [each for each in recipients if deltas.has_base(each.endpoint)]
+        having = [] if changes is None else [each for each in recipients if each.endpoint in deltas.base_holders]
         lacking = [recipient for recipient in recipients if recipient not in having]
         if changes is not None and having:
             self._send_and_commit(changes, handle, having)
             for each in having:
-                if _refused_changes(each.error):
+                if _refused(each.error) or isinstance(each.error, BadRequest):  # it may take the whole update
                     _log.info("%s gets the whole update: %s", each.endpoint, handle.errors.pop(each.endpoint))
                     lacking.append(Recipient(each.endpoint))
         if lacking:
@@ -545,11 +545,6 @@ def _commit(recipient: Recipient) -> dict[str, Any]:
 def _refused(error: RolloutError | None) -> bool:
     """Whether a worker refused the update, and would refuse it again."""
     return isinstance(error, WeightsRejected) and not isinstance(error, WeightsReplaced)
-
-
-def _refused_changes(error: RolloutError | None) -> bool:
-    """Whether a worker that refused changes may take the whole update."""
-    return _refused(error) or isinstance(error, BadRequest)
 
 
 def _note_grant(recipient: Recipient, reply: dict[str, Any]) -> None:

@@ -73,14 +73,6 @@ def _cuda_ipc_receiver(worker: WorkerSetup) -> TransportReceiver | None:
         return None
 
 
-def _nccl_receiver(worker: WorkerSetup) -> TransportReceiver | None:
-    return NcclReceiver(worker.device, worker.idle_s, worker.wake) if worker.groups else None
-
-
-def _torch_group_receiver(worker: WorkerSetup) -> TransportReceiver | None:
-    return TorchGroupReceiver(worker.device, worker.idle_s, worker.wake) if worker.groups else None
-
-
 def _torch_group_sender(publisher: PublisherSetup) -> TransportSender:
     raise ValueError("transport 'torch_group' is for trainers that update weights over HTTP; use auto or nccl")
 
@@ -108,9 +100,16 @@ TRANSPORTS: dict[str, Transport] = {
         offered=OpenSlots,
     ),
     "nccl": Transport(
-        _nccl_receiver, lambda publisher: NcclSender(publisher.endpoints), auto=2, gpu_to_gpu=True, in_group=True
+        lambda worker: NcclReceiver(worker.device, worker.idle_s, worker.wake) if worker.groups else None,
+        lambda publisher: NcclSender(publisher.endpoints),
+        auto=2,
+        gpu_to_gpu=True,
+        in_group=True,
     ),
-    "torch_group": Transport(_torch_group_receiver, _torch_group_sender),
+    "torch_group": Transport(
+        lambda worker: TorchGroupReceiver(worker.device, worker.idle_s, worker.wake) if worker.groups else None,
+        _torch_group_sender,
+    ),
 }
 
 

@@ -145,7 +145,10 @@ def cuts_to_wire(whole: Manifest, ranks: Sequence[RankCuts]) -> dict[str, Any]:
         [numbers.setdefault(cuts[entry.name], len(numbers)) if entry.name in cuts else -1 for entry in whole.tensors]
         for cuts in ranks
     ]
-    return {"cuts": [None if cut is None else [cut.dim, cut.whole, _pairs(cut)] for cut in numbers], "ranks": rows}
+    return {
+        "cuts": [None if cut is None else [cut.dim, cut.whole, [list(pair) for pair in cut.ranges]] for cut in numbers],
+        "ranks": rows,
+    }
 
 
 def cuts_from_wire(value: Any, whole: Manifest) -> list[RankCuts]:
@@ -187,10 +190,6 @@ def _read_cut(value: Any) -> Cut | None:
     if sorted(edges) != edges or max(edges, default=0) > whole:
         raise ProtocolError("the ranges of a cut must be in ascending order and lie in its dimension")
     return Cut(dim, whole, tuple((begin, end) for begin, end in pairs))
-
-
-def _pairs(cut: Cut) -> list[list[int]]:
-    return [[begin, end] for begin, end in cut.ranges]
 
 
 def _aligned(nbytes: int) -> int:
