@@ -94,7 +94,7 @@ def _produce(
 @gluon.jit
 def _soften(
     score, peak, total, scale_log2, tile, position, window,
-    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr,
+    MASKED: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Weights of a tile in float32, the new peak and total, and the factor of earlier sums."""
     S: gl.constexpr = score.type.layout
@@ -102,7 +102,7 @@ def _soften(
         n = tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, S))[None, :]
         m = position + 64 * HALF + gl.arange(0, 64, gl.SliceLayout(1, S))[:, None]
         visible = n <= m
-        if HAS_WINDOW:
+        if window is not None:
             visible = visible & (n > m - window)
         # Finite, so a query that sees nothing of a tile stays finite. It is hidden after the scale: a fused product and
         # difference would round the product otherwise than the peak, and such large numbers then differ by infinities.
@@ -119,7 +119,7 @@ def _soften(
 @gluon.jit
 def _advance(
     q_tile, shared, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position, window,
-    HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of the tile `count`, and meanwhile the sums of the tile before it, whose weights are `weight`."""
     _, k_smem, v_smem, _, k_bars, v_bars = shared
@@ -135,7 +135,7 @@ def _advance(
     mbarrier.arrive(pingpong_bars.index(1 - HALF))
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_bars.index(STAGES + stage))
-    soft, peak, total, keep = _soften(score, peak, total, scale_log2, tile, position, window, HAS_WINDOW, MASKED, HALF)
+    soft, peak, total, keep = _soften(score, peak, total, scale_log2, tile, position, window, MASKED, HALF)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_bars.index(STAGES + last))
     acc = acc * gl.expand_dims(keep, 1)
@@ -148,7 +148,7 @@ def _consume(
     shared, pingpong_bars,
     out_ptr, items_ptr,
     blocks, window, scale_log2,
-    HALF: gl.constexpr, H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, q_bars, k_bars, v_bars = shared
     program = gl.program_id(0)
@@ -178,27 +178,25 @@ def _consume(
             mbarrier.arrive(k_bars.index(STAGES + stage))
             peak = gl.full([64], -1e30, gl.float32, gl.SliceLayout(1, S))
             total = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, S))
-            soft, peak, total, _ = _soften(
-                score, peak, total, scale_log2, end - 1, position, window, HAS_WINDOW, True, HALF
-            )
+            soft, peak, total, _ = _soften(score, peak, total, scale_log2, end - 1, position, window, True, HALF)
             weight = gl.convert_layout(soft.to(v_smem.dtype), P)
             count += 1
             # Tiles below `seen` are seen completely by every query.
             seen = begin
-            if not HAS_WINDOW:
+            if window is None:
                 seen = gl.minimum((position + 1) // 128, end - 1)
             for back in range(seen, end - 1):
                 tile = end - 2 - (back - seen)
                 weight, acc, peak, total = _advance(
                     q_tile, shared, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position, window,
-                    HAS_WINDOW, True, HALF, STAGES,
+                    True, HALF, STAGES,
                 )  # fmt: skip
                 count += 1
             for back in range(begin, seen):
                 tile = seen - 1 - (back - begin)
                 weight, acc, peak, total = _advance(
                     q_tile, shared, pingpong_bars, count, weight, acc, peak, total, scale_log2, tile, position, window,
-                    HAS_WINDOW, False, HALF, STAGES,
+                    False, HALF, STAGES,
                 )  # fmt: skip
                 count += 1
             last = (count + STAGES - 1) % STAGES
@@ -221,7 +219,7 @@ def _consume(
 def _attention_kernel(
     q_desc, k_desc, v_desc, out_ptr, items_ptr,
     blocks, rows, window, scale_log2, group,
-    H: gl.constexpr, HAS_WINDOW: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    H: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
@@ -244,14 +242,8 @@ def _attention_kernel(
     shared = (q_smem, k_smem, v_smem, q_bars, k_bars, v_bars)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (shared, pingpong_bars, out_ptr, items_ptr, blocks, window, scale_log2, 0, H, HAS_WINDOW, STAGES),
-            ),
-            (
-                _consume,
-                (shared, pingpong_bars, out_ptr, items_ptr, blocks, window, scale_log2, 1, H, HAS_WINDOW, STAGES),
-            ),
+            (_consume, (shared, pingpong_bars, out_ptr, items_ptr, blocks, window, scale_log2, 0, H, STAGES)),
+            (_consume, (shared, pingpong_bars, out_ptr, items_ptr, blocks, window, scale_log2, 1, H, STAGES)),
             (_produce, (q_desc, k_desc, v_desc, shared, items_ptr, blocks, rows, group, H, STAGES)),
         ],
         [4, 1],
@@ -290,7 +282,7 @@ def gathered_attention(
         TensorDescriptor.from_tensor(q_THD.view(tokens, heads * dim), [64, dim], layout),
         TensorDescriptor.from_tensor(k_GND.view(kv_heads * rows, dim), [TILE, dim], layout),
         TensorDescriptor.from_tensor(v_GND.view(kv_heads * rows, dim), [TILE, dim], layout), out_THD, items_BW,
-        items_BW.shape[0], rows, window or 0, scale * math.log2(math.e), heads // kv_heads,
-        H=heads, HAS_WINDOW=window is not None, STAGES=_STAGES, num_warps=4,
+        items_BW.shape[0], rows, window, scale * math.log2(math.e), heads // kv_heads,
+        H=heads, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip
     return out_THD

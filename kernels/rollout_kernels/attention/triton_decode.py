@@ -78,8 +78,7 @@ def _decode_kernel(
     arrivals_ptr, lens_ptr,
     rows, scale_log2, softcap_log2, window,
     stride_q_row, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -97,16 +96,15 @@ def _decode_kernel(
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
             sharing = item.sharing
-            _attend(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, SOFTCAP, BLOCK_M, BLOCK_N)
+            _attend(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N)
         else:  # one row's heads alone: a smaller tile is faster
-            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, SOFTCAP, BLOCK_OWN, BLOCK_N)
+            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, BLOCK_OWN, BLOCK_N)
 
 
 @triton.jit
 def _attend(
     given, to, item, sharing, kv_head,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     D: tl.constexpr = HEADS.D
@@ -123,7 +121,7 @@ def _attend(
     q_at = q_row.to(tl.int64) * given.stride_q_row + (head + m % BLOCK_G)[:, None] * given.stride_q_head + d[None, :]
     is_q = is_head & (shared_row < sharing)[:, None] & (d[None, :] < D)
     q = tl.load(given.q_ptr + q_at, mask=is_q, other=0.0)
-    if HAS_WINDOW:  # a window begins at another position in each row
+    if given.window is not None:  # a window begins at another position in each row
         context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
     table = given.table_ptr + row.to(tl.int64) * given.stride_table
@@ -140,7 +138,7 @@ def _attend(
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         at = page.to(tl.int64) * given.stride_page + (n % PAGE_SIZE) * given.stride_slot
         live = (n < length)[:, None]
-        if HAS_WINDOW:
+        if given.window is not None:
             live = live & (n >= oldest - given.window)[:, None]
         if BLOCK_D != D:
             live = live & (d[None, :] < D)
@@ -150,10 +148,10 @@ def _attend(
         next_n = n + BLOCK_N
         page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
         score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * given.scale_log2
-        if SOFTCAP:
+        if given.softcap_log2 is not None:
             score = softcapped(score, given.softcap_log2)
         visible = (n < length)[None, :]
-        if HAS_WINDOW:
+        if given.window is not None:
             visible = visible & (n[None, :] >= context[:, None] - given.window)
         score = tl.where(visible, score, HIDDEN)
         weight, keep, total, peak = weigh(score, peak, total)
@@ -233,19 +231,17 @@ def decode_attention(
     results = empty_results(q_BHD, sizes, work, log_sum_BH)
     caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
     third: torch.Tensor | None = sinks_H
-    factors: tuple[float, ...] = score_factors(scale, softcap)
+    factors: tuple[float | None, ...] = score_factors(scale, softcap)
     if scales_P2GS is not None:
         assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
         assert softcap is None and sinks_H is None
         caches = (k_cache_PSGD.view(torch.int32), v_cache_PSGD.view(torch.int32))  # four codes a word
         third, factors = scales_P2GS, factors[:1]
         variants = {"INT8": v_cache_PSGD.dtype == torch.int8}
-    else:
-        variants = {"SOFTCAP": softcap is not None}
     (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
         q_BHD, *caches, third, page_table_BP, *work_arguments(results, work), context_lens_B, rows, *factors,
-        window or 0, q_BHD.stride(0), q_BHD.stride(1), *caches[0].stride()[:3], page_table_BP.stride(0),
-        HEADS=sizes, PAGE_SIZE=page_size, HAS_WINDOW=window is not None, BLOCK_M=max(config.block_m, block_g),
+        window, q_BHD.stride(0), q_BHD.stride(1), *caches[0].stride()[:3], page_table_BP.stride(0),
+        HEADS=sizes, PAGE_SIZE=page_size, BLOCK_M=max(config.block_m, block_g),
         BLOCK_OWN=max(config.block_own or config.block_m, block_g), BLOCK_N=config.block_n, num_warps=config.num_warps,
         num_stages=config.num_stages, maxnreg=config.max_registers, **follow_options(q_BHD.device), **variants,
     )  # fmt: skip

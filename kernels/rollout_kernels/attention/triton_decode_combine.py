@@ -84,13 +84,13 @@ def read_item(items_ptr, i):
     )  # fmt: skip
 
 
-def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """The factor of products of queries and keys, and the softcap; both for scores in base 2.
 
     With a softcap the first one is for `softcapped`.
     """
     log2_e = math.log2(math.e)
-    return (scale * log2_e, 0.0) if softcap is None else (2.0 * log2_e * scale / softcap, softcap * log2_e)
+    return (scale * log2_e, None) if softcap is None else (2.0 * log2_e * scale / softcap, softcap * log2_e)
 
 
 @triton.jit

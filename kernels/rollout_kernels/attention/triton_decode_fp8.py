@@ -117,8 +117,8 @@ def decode_codes_kernel(
     slots_ptr, arrivals_ptr, lens_ptr,
     rows, scale_log2, window,
     stride_q_row, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr, INT8: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """Like `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
     kv_head = tl.program_id(0)
@@ -136,16 +136,15 @@ def decode_codes_kernel(
     for i in range(first, last):
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
-            _attend(given, to, item, item.sharing, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, BLOCK_M, BLOCK_N, INT8)
+            _attend(given, to, item, item.sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N, INT8)
         else:  # one row's heads alone: a smaller tile is faster
-            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, HAS_WINDOW, BLOCK_OWN, BLOCK_N, INT8)
+            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, BLOCK_OWN, BLOCK_N, INT8)
 
 
 @triton.jit
 def _attend(
     given, to, item, sharing, kv_head,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, INT8: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
     H: tl.constexpr = HEADS.H
@@ -174,7 +173,7 @@ def _attend(
     q_1 = _queries(q_at + 1, is_q, unit[None, :], dtype)
     q_2 = _queries(q_at + 2, is_q, unit[None, :], dtype)
     q_3 = _queries(q_at + 3, is_q, unit[None, :], dtype)
-    if HAS_WINDOW:  # a window begins at another position in each row
+    if given.window is not None:  # a window begins at another position in each row
         context = tl.load(given.lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
         oldest = tl.min(context, 0)
     table = given.table_ptr + row.to(tl.int64) * given.stride_table
@@ -191,7 +190,7 @@ def _attend(
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         at = page.to(tl.int64) * given.stride_page + (n % PAGE_SIZE) * given.stride_slot
         some_see = n < length
-        if HAS_WINDOW:
+        if given.window is not None:
             some_see = some_see & (n >= oldest - given.window)
         live = some_see[:, None]
         if W * 4 != D:
@@ -214,7 +213,7 @@ def _attend(
         score = dot(k_3, q_3, score)
         score = score * (unit * given.scale_log2)[None, :] * k_scale[:, None]
         visible = some_see[:, None]
-        if HAS_WINDOW:
+        if given.window is not None:
             visible = visible & (n[:, None] >= context[None, :] - given.window)
         score = tl.where(visible, score, HIDDEN)
         new_peak = tl.maximum(peak, tl.max(score, 0))

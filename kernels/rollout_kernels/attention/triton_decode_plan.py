@@ -99,8 +99,7 @@ def _plan_kernel(
     lens_ptr, segments_ptr, counts_ptr, items_ptr, first_ptr, slots_ptr, arrivals_ptr,
     rows, shares, window, min_tiles, chunk_tiles,
     COMBINED: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_S: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SHARED: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr,
+    BLOCK_S: tl.constexpr, CHUNKED: tl.constexpr, ROWS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BLOCK_B)
     is_row = b < rows
@@ -111,7 +110,7 @@ def _plan_kernel(
     oldest = length  # shortest context of its rows
     extra = tl.zeros([BLOCK_B], tl.int32)  # tiles that a segment counts more than it has
     begin = tl.zeros([BLOCK_B], tl.int32)
-    if SHARED:
+    if segments_ptr is not None:
         segment = segments_ptr + b * _SEGMENT
         is_shared = (b >= rows) & (b < 2 * rows)
         is_segment = b < 2 * rows
@@ -126,17 +125,17 @@ def _plan_kernel(
             grain = BLOCK_N * chunk_tiles
         begin = tl.load(segment + 2, mask=is_segment, other=0) // grain * (grain // BLOCK_N)
         length = tl.where(is_row, length, end_at // grain * grain)
-        if HAS_WINDOW:
+        if window is not None:
             for r in tl.static_range(ROWS_AT_ONCE):
                 there = is_shared & (r < sharing)
                 other = tl.load(lens_ptr + first_row + r, mask=there, other=2147483647).to(tl.int32)
                 oldest = tl.where(is_row, oldest, other if r == 0 else tl.minimum(oldest, other))
-    if HAS_WINDOW:
+    if window is not None:
         begin = tl.maximum(begin, tl.maximum(oldest - window, 0) // BLOCK_N)
     # A row without context gets one fully hidden tile, so that its output is written.
     end = tl.where(is_row, tl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1), length // BLOCK_N)
     tiles = tl.where(sharing > 0, tl.maximum(end - begin, 0), 0)
-    if SHARED:
+    if segments_ptr is not None:
         extra = tl.where(is_row & (before >= 0) & (tiles > 0), _SHORT_TILES, 0)
     if CHUNKED:
         # Chunks start at multiples of their size, even if the window hides a part of the first.
@@ -156,7 +155,7 @@ def _plan_kernel(
     first_item = tl.cumsum(count, 0) - count
     # The number of parts that its rows have before a segment.
     place = tl.zeros([BLOCK_B], tl.int32)
-    if SHARED:
+    if segments_ptr is not None:
         tl.store(counts_ptr + b, count, mask=is_segment)
         tl.debug_barrier()
         for _ in tl.static_range(_LEVELS):
@@ -251,10 +250,10 @@ def plan_decode_work(
         counts = torch.empty(2 * rows, dtype=torch.int32, device=device)
     block_b = max(config.plan_rows, triton.next_power_of_2(rows * (1 + shared)))
     _plan_kernel[(1,)](
-        context_lens_B, first if segments_SW is None else segments_SW, counts, items, first, slots_2B, arrivals_BG,
-        rows, shares, window or 0, config.min_tiles, (config.chunk or 0) // config.block_n,
+        context_lens_B, segments_SW, counts, items, first, slots_2B, arrivals_BG,
+        rows, shares, window, config.min_tiles, (config.chunk or 0) // config.block_n,
         COMBINED=config.heads_combined(group, rows), KV_HEADS=kv_heads, BLOCK_N=config.block_n, BLOCK_B=block_b,
-        BLOCK_I=min(max(1024 // block_b, 1), 16), BLOCK_S=256, HAS_WINDOW=window is not None,
-        CHUNKED=config.chunk is not None, SHARED=shared, ROWS_AT_ONCE=together, num_warps=4, **follow_options(device),
+        BLOCK_I=min(max(1024 // block_b, 1), 16), BLOCK_S=256, CHUNKED=config.chunk is not None, ROWS_AT_ONCE=together,
+        num_warps=4, **follow_options(device),
     )  # fmt: skip
     return DecodeWork(items, first, slots_2B, slots, arrivals_BG, window, config)

@@ -42,8 +42,8 @@ def _gather_kernel(
     k_ptr, v_ptr, scales_ptr, table_ptr, lens_ptr, k_out_ptr, v_out_ptr,
     chunks, rows,
     stride_page, stride_slot, stride_kv_head, stride_table,
-    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, CODED: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * TILE
     head = tl.program_id(1)
@@ -60,7 +60,7 @@ def _gather_kernel(
         k = tl.load(k_ptr + at, mask=live, other=0)
         v = tl.load(v_ptr + at, mask=live, other=0)
         dtype: tl.constexpr = k_out_ptr.dtype.element_ty
-        if CODED:
+        if scales_ptr is not None:
             scale_at = scales_ptr + (page * (2 * G) + head) * PAGE_SIZE + n % PAGE_SIZE
             k_scale = tl.load(scale_at, mask=n < context, other=0.0)
             v_scale = tl.load(scale_at + G * PAGE_SIZE, mask=n < context, other=0.0)
@@ -102,7 +102,7 @@ def gather_kv(
     _gather_kernel[(triton.cdiv(most, TILE), kv_heads, chunks)](
         k_cache_PSGD, v_cache_PSGD, scales_P2GS, page_table_CP, context_lens_C, k_GND, v_GND, chunks, rows,
         *k_cache_PSGD.stride()[:3], page_table_CP.stride(0),
-        G=kv_heads, D=dim, PAGE_SIZE=page_size, CODED=scales_P2GS is not None, TILE=TILE,
-        BLOCK_D=triton.next_power_of_2(dim), BLOCK_C=MOST_CHUNKS, num_warps=8,
+        G=kv_heads, D=dim, PAGE_SIZE=page_size, TILE=TILE, BLOCK_D=triton.next_power_of_2(dim), BLOCK_C=MOST_CHUNKS,
+        num_warps=8,
     )  # fmt: skip
     return k_GND, v_GND

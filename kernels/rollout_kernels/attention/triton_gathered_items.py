@@ -32,7 +32,7 @@ def _describe(
     block_N,
     starts_ptr, lens_ptr,
     chunks, window,
-    HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The words of some blocks, counted chunk by chunk; anything for blocks that do not exist."""
     at = tl.arange(0, BLOCK_C)
@@ -52,7 +52,7 @@ def _describe(
     context_N = tl.load(lens_ptr + chunk_N).to(tl.int32)
     position_N = context_N - queries_N + first_N
     begin_N = tl.zeros_like(position_N)
-    if HAS_WINDOW:
+    if window is not None:
         begin_N = tl.maximum(position_N - window + 1, 0) // TILE
     end_N = (tl.minimum(position_N + BLOCK, context_N) + TILE - 1) // TILE
     return start_N + first_N, tl.minimum(queries_N - first_N, BLOCK), position_N, row_N, begin_N, end_N
@@ -62,19 +62,18 @@ def _describe(
 def _items_kernel(
     starts_ptr, lens_ptr, items_ptr,
     chunks, blocks, window,
-    HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, WORDS: tl.constexpr,
-    N: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_C: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     mine_N = tl.program_id(0) * N + tl.arange(0, N)
     token_N, count_N, position_N, row_N, begin_N, end_N = _describe(
-        mine_N, starts_ptr, lens_ptr, chunks, window, HAS_WINDOW, BLOCK, TILE, BLOCK_C
+        mine_N, starts_ptr, lens_ptr, chunks, window, BLOCK, TILE, BLOCK_C
     )
     tiles_N = end_N - begin_N
     place_N = tl.zeros([N], tl.int32)
     for first in range(0, blocks, N):
         other_M = first + tl.arange(0, N)
         _token, _count, _position, _row, begin_M, end_M = _describe(
-            other_M, starts_ptr, lens_ptr, chunks, window, HAS_WINDOW, BLOCK, TILE, BLOCK_C
+            other_M, starts_ptr, lens_ptr, chunks, window, BLOCK, TILE, BLOCK_C
         )
         tiles_M = tl.where(other_M < blocks, end_M - begin_M, -1)
         longer_NM = tiles_M[None, :] > tiles_N[:, None]
@@ -106,8 +105,7 @@ def prefill_items(
     items_BW = torch.empty(blocks, ITEM_WORDS, dtype=torch.int32, device=context_lens_C.device)
     block_n = 32
     _items_kernel[(triton.cdiv(blocks, block_n),)](
-        query_starts_C1, context_lens_C, items_BW, chunks, blocks, window or 0,
-        HAS_WINDOW=window is not None, BLOCK=BLOCK, TILE=TILE, BLOCK_C=MOST_CHUNKS, WORDS=ITEM_WORDS, N=block_n,
-        num_warps=4,
+        query_starts_C1, context_lens_C, items_BW, chunks, blocks, window,
+        BLOCK=BLOCK, TILE=TILE, BLOCK_C=MOST_CHUNKS, WORDS=ITEM_WORDS, N=block_n, num_warps=4,
     )  # fmt: skip
     return items_BW

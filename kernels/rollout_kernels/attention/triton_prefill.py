@@ -44,8 +44,8 @@ def _attend(
     k_base, v_base, scale_base,
     table, begin, end, position, limit, window, scale_log2, softcap_log2,
     stride_page, stride_slot,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, V_SCALES: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, V_SCALES: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles begin .. end - 1 to the running softmax of BLOCK_M queries, the first of them at `position`.
 
@@ -60,7 +60,7 @@ def _attend(
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
         live = (n < limit)[:, None]
-        if HAS_WINDOW:
+        if window is not None:
             live = live & (n > position - window)[:, None]
         if BLOCK_D != D:
             live = live & (d[None, :] < D)
@@ -72,7 +72,7 @@ def _attend(
             v = operand(v, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
             scale_at = scale_base + page.to(tl.int64) * (2 * V_SCALES) + n % PAGE_SIZE
             scaled = n < limit
-            if HAS_WINDOW:
+            if window is not None:
                 scaled = scaled & (n > position - window)
             k_scale = tl.load(scale_at, mask=scaled, other=0.0)
             v_scale = tl.load(scale_at + V_SCALES, mask=scaled, other=0.0)
@@ -82,11 +82,11 @@ def _attend(
         score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
         if V_SCALES > 0:
             score = score * k_scale[None, :]
-        if SOFTCAP:
+        if softcap_log2 is not None:
             score = softcapped(score, softcap_log2)
         if MASKED:
             visible = n[None, :] <= query_position[:, None]
-            if HAS_WINDOW:
+            if window is not None:
                 visible = visible & (n[None, :] > query_position[:, None] - window)
             score = tl.where(visible, score, HIDDEN)
         new_peak = tl.maximum(peak, tl.max(score, 1))
@@ -105,8 +105,8 @@ def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, table_ptr, starts_ptr, lens_ptr, out_ptr,
     scale_log2, softcap_log2, window,
     stride_q_token, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
-    H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
@@ -126,8 +126,8 @@ def _prefill_kernel(
         k_base = k_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
         v_base = v_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
         # Scales are [P, 2, G, S]: within a page, a head's value scales lie G heads after its key scales.
-        v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE if FP8 else 0
-        scale_base = scales_ptr + (head // GROUP) * PAGE_SIZE if FP8 else scales_ptr
+        v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE if scales_ptr is not None else 0
+        scale_base = scales_ptr + (head // GROUP) * PAGE_SIZE if scales_ptr is not None else scales_ptr
         table = table_ptr + chunk.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -136,20 +136,20 @@ def _prefill_kernel(
             total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         begin = 0
-        if HAS_WINDOW:
+        if window is not None:
             begin = tl.maximum(position - window + 1, 0) // BLOCK_N
         else:
             # Up to `begin` the first query, and so every query, sees complete tiles.
             begin = (position + 1) // BLOCK_N
             peak, total, acc = _attend(
                 q, peak, total, acc, k_base, v_base, scale_base, table, 0, begin, position, limit, window, scale_log2,
-                softcap_log2, stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, SOFTCAP, False,
+                softcap_log2, stride_page, stride_slot, D, PAGE_SIZE, v_scales, False,
                 BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         end = (limit + BLOCK_N - 1) // BLOCK_N
         peak, total, acc = _attend(
             q, peak, total, acc, k_base, v_base, scale_base, table, begin, end, position, limit, window, scale_log2,
-            softcap_log2, stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, SOFTCAP, True,
+            softcap_log2, stride_page, stride_slot, D, PAGE_SIZE, v_scales, True,
             BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
@@ -211,10 +211,9 @@ def prefill_attention(
     out_THD = torch.empty(tokens, heads, dim, dtype=q_THD.dtype, device=q_THD.device)
     _prefill_kernel[(heads, triton.cdiv(max_query, config.block_m), chunks)](
         q_THD, k_cache_PSGD, v_cache_PSGD, scales_P2GS, sinks_H, page_table_CP, query_starts_C1, context_lens_C,
-        out_THD, *score_factors(scale, softcap), window or 0, q_THD.stride(0), q_THD.stride(1),
+        out_THD, *score_factors(scale, softcap), window, q_THD.stride(0), q_THD.stride(1),
         *k_cache_PSGD.stride()[:3], page_table_CP.stride(0),
-        H=heads, D=dim, GROUP=heads // kv_heads, PAGE_SIZE=page_size, HAS_WINDOW=window is not None,
-        SOFTCAP=softcap is not None, FP8=scales_P2GS is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        H=heads, D=dim, GROUP=heads // kv_heads, PAGE_SIZE=page_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out_THD

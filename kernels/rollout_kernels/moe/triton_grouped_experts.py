@@ -108,8 +108,8 @@ def _gate_up_kernel(
     x_ptr, x_scale_ptr, w_ptr, scale_ptr, bias_ptr, pairs_ptr, tiles_ptr, h_ptr,
     alpha, limit,
     H: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
-    GATED: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, HALF: tl.constexpr, BULK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, INNER - 1)
@@ -148,7 +148,7 @@ def _gate_up_kernel(
             scale_up = next_up
             next_up = tile_scales(gate_scale + UP_SCALES, scale_row, k + BLOCK_K, H, FORMAT, BLOCK_K)
             up = add_tile(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
-    if HALF:
+    if x_scale_ptr is not None:
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)[None, :]
         gate *= x_scale
         if GATED:
@@ -175,8 +175,7 @@ def _down_kernel(
     h_ptr, h_scale_ptr, w_ptr, scale_ptr, pairs_ptr, tiles_ptr, weights_ptr, parts_ptr,
     tokens,
     H: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
-    HALF: tl.constexpr, BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    BULK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, H - 1)
@@ -198,7 +197,7 @@ def _down_kernel(
         scale_now = next_scale
         next_scale = tile_scales(scale, row, k + BLOCK_K, INNER, FORMAT, BLOCK_K)
         acc = add_tile(acc, w, x, scale_now, FORMAT, BLOCK_N, BLOCK_K)
-    if HALF:
+    if h_scale_ptr is not None:
         weight *= tl.load(h_scale_ptr + pair)
     if FORMAT == "fp8_row":
         acc *= tl.load(scale + row)[:, None]
@@ -316,12 +315,11 @@ def grouped_gate_up(
     out = x_TH.new_empty(groups.pairs_P.numel(), inner)
     factors_TH, x_scales_T = _halved(x_TH, gate_up, config)
     _gate_up_kernel[(triton.cdiv(inner, config.block_n), groups.tiles_L3.shape[0])](
-        factors_TH, factors_TH if x_scales_T is None else x_scales_T, _stored(gate_up, config, glu is not None),
+        factors_TH, x_scales_T, _stored(gate_up, config, glu is not None),
         _scales(gate_up), None if glu is None else glu.bias_EG, groups.pairs_P, groups.tiles_L3, out,
         1.0 if glu is None else glu.alpha, (limit or 0.0) if glu is None else glu.limit,
         H=x_TH.shape[1], INNER=inner, TOP_K=top_k, ACTIVATION=activation, LIMITED=limit is not None,
-        GATED=gate_up.halves == 2, HALF=x_scales_T is not None, BLOCK_M=max(16, groups.tile_rows),
-        **_options(gate_up, config, x_TH.device),
+        GATED=gate_up.halves == 2, BLOCK_M=max(16, groups.tile_rows), **_options(gate_up, config, x_TH.device),
     )  # fmt: skip
     return out
 
@@ -342,9 +340,9 @@ def grouped_down(
     out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=h_PI.device)
     factors_PI, h_scales_P = _halved(h_PI, down, config)
     _down_kernel[(triton.cdiv(hidden, config.block_n), groups.tiles_L3.shape[0])](
-        factors_PI, factors_PI if h_scales_P is None else h_scales_P, _stored(down, config), _scales(down),
+        factors_PI, h_scales_P, _stored(down, config), _scales(down),
         groups.pairs_P, groups.tiles_L3, weights_TK, out, tokens,
-        H=hidden, INNER=h_PI.shape[1], TOP_K=top_k, HALF=h_scales_P is not None, BLOCK_M=max(16, groups.tile_rows),
+        H=hidden, INNER=h_PI.shape[1], TOP_K=top_k, BLOCK_M=max(16, groups.tile_rows),
         **_options(down, config, h_PI.device),
     )  # fmt: skip
     return out

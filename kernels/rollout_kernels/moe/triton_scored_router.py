@@ -86,8 +86,8 @@ def _choose_scored_kernel(
     tokens,
     record_stride,
     scale, least_sum,
-    CHOICE: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, SIGMOID: tl.constexpr, LOGIT_BIAS: tl.constexpr,
-    SCORE_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    CHOICE: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     E2: tl.constexpr = CHOICE.E2
@@ -96,7 +96,7 @@ def _choose_scored_kernel(
     follow()
     logits, gate = sum_logits(parts_ptr, token, tokens, e, PARTS, CHOICE)
     logits = narrow(logits, DTYPE).to(tl.float32)
-    if LOGIT_BIAS:
+    if logit_bias_ptr is not None:
         bias = tl.load(logit_bias_ptr + e, mask=live, other=0.0).to(tl.float32)
         logits = narrow(logits + bias, DTYPE).to(tl.float32)
     if SIGMOID:
@@ -105,12 +105,12 @@ def _choose_scored_kernel(
         terms = softmax_terms(tl.where(live, logits, float("-inf")), live)
         scores = terms / tl.sum(terms)
     choice = scores
-    if SCORE_BIAS:
+    if score_bias_ptr is not None:
         choice += tl.load(score_bias_ptr + e, mask=live, other=0.0)
     choice = tl.where(live, choice, float("-inf"))
     if GROUPS > 1:
         choice = _in_best_groups(choice, e, E2, GROUPS, TOP_GROUPS, GROUP_BEST)
-    if not SIGMOID and not SCORE_BIAS and GROUPS == 1:
+    if not SIGMOID and score_bias_ptr is None and GROUPS == 1:
         choice = tl.where(live, logits, float("-inf"))  # in the order of the scores, which may round to equal ones
     place = place_of(order_of(choice, e, E2, False), E2)
     chosen = (place < CHOICE.TOP_K) & live
@@ -152,8 +152,7 @@ def choose_scored(
     out = routing_outputs(tokens, choice, parts_STE.device)
     _choose_scored_kernel[(tokens,)](
         parts_STE, logit_bias_E, score_bias_E, *output_arguments(out, record, tokens), rule.scale, rule.least_sum,
-        CHOICE=choice, PARTS=parts, DTYPE=TRITON_DTYPES[dtype], SIGMOID=rule.scoring == "sigmoid",
-        LOGIT_BIAS=logit_bias_E is not None, SCORE_BIAS=score_bias_E is not None, GROUPS=rule.groups,
+        CHOICE=choice, PARTS=parts, DTYPE=TRITON_DTYPES[dtype], SIGMOID=rule.scoring == "sigmoid", GROUPS=rule.groups,
         TOP_GROUPS=rule.top_groups, GROUP_BEST=rule.group_best, num_warps=warps_of(choice),
         **follow_options(parts_STE.device),
     )  # fmt: skip

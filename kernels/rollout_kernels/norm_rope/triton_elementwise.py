@@ -53,16 +53,16 @@ _EMBED_BLOCK = 1024
 def _add_rms_norm_kernel(
     parts_ptr, residual_ptr, output_weight_ptr, weight_ptr, factor_ptr, out_ptr, low_ptr, b_ptr, adapters_ptr,
     rows, eps, scale,
-    H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, OUTPUT_NORM: tl.constexpr, SCALED: tl.constexpr,
-    NORM: tl.constexpr, R: tl.constexpr, LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr,
+    LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     live = h < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    if NORM:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
-    if OUTPUT_NORM:
+    if output_weight_ptr is not None:
         output_weight = tl.load(output_weight_ptr + h, mask=live, other=0.0).to(tl.float32)
         if UNIT_OFFSET:
             output_weight += 1.0
@@ -85,7 +85,7 @@ def _add_rms_norm_kernel(
             )
         # Round as the unfused ops do: first the result of the product, its norm, its factor, then the residual.
         added = narrow(added, dtype).to(tl.float32)
-        if OUTPUT_NORM:
+        if output_weight_ptr is not None:
             added = added * (1.0 / tl.sqrt(tl.sum(added * added) / H + eps)) * output_weight
             added = narrow(added, dtype).to(tl.float32)
         if SCALED:
@@ -95,7 +95,7 @@ def _add_rms_norm_kernel(
             stored = narrow(stored.to(tl.float32) * tl.load(factor_ptr).to(tl.float32), dtype)
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
-    if NORM:
+    if weight_ptr is not None:
         unit = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
         if UNIT_OFFSET:
             normed = x * unit * (weight + 1.0)
@@ -144,8 +144,7 @@ def add_rms_norm(
     _add_rms_norm_kernel[(rows,)](
         parts_SMH, residual_MH, output_weight_H, weight_H, factor_1, out_MH,
         rows=rows, eps=eps, scale=scale, H=hidden, BLOCK=block, PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
-        OUTPUT_NORM=output_weight_H is not None, SCALED=scale != 1.0, NORM=weight_H is not None,
-        UNIT_OFFSET=unit_offset, num_warps=warps, **correction_arguments(correction, block),
+        SCALED=scale != 1.0, UNIT_OFFSET=unit_offset, num_warps=warps, **correction_arguments(correction, block),
         **follow_options(residual_MH.device),
     )  # fmt: skip
     return out_MH
@@ -156,7 +155,7 @@ def _squares(
     parts_ptr, bias_ptr,
     row, rows, blocks,
     FIRST_HEAD: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of HEADS heads of a product, rounded to `dtype`, in `blocks` blocks; of no blocks it is 0."""
     total = tl.zeros([BLOCK_HEADS, 2 * HALF], tl.float32)
@@ -168,7 +167,7 @@ def _squares(
         x = tl.zeros([BLOCK_HEADS, 2 * HALF], tl.float32)
         for part in tl.static_range(PARTS):
             x += tl.load(parts_ptr + (part * rows + row) * (ALL * D) + at, mask=live, other=0.0)
-        if BIAS:
+        if bias_ptr is not None:
             x += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32)
         x = narrow(x, dtype).to(tl.float32)
         total += x * x
@@ -181,9 +180,8 @@ def _finish_qkv_kernel(
     scales_ptr, low_ptr, b_ptr, adapters_ptr,
     rows, eps, clip,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    HALF: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, WHOLE_NORM: tl.constexpr,
-    VALUE_NORM: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr, CLIPPED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr, GATED: tl.constexpr, PAGE_SIZE: tl.constexpr, FP8: tl.constexpr, R: tl.constexpr,
+    HALF: tl.constexpr, PARTS: tl.constexpr, VALUE_NORM: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE_SIZE: tl.constexpr, R: tl.constexpr,
     LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -204,6 +202,8 @@ def _finish_qkv_kernel(
     else:
         at_low = d + tl.where(turns, 0, TURNED // 2)
         at_high = d + tl.where(turns, TURNED // 2, D // 2)
+    GATED: tl.constexpr = gate_ptr is not None
+    NORM: tl.constexpr = norm_ptr is not None and k_norm_ptr is None
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
     places: tl.constexpr = heads + GATED * Q_HEADS - KEYS_ARE_VALUES * KV_HEADS
@@ -228,7 +228,7 @@ def _finish_qkv_kernel(
             weight_low += 1.0
             weight_high += 1.0
     is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
-    if WHOLE_NORM:
+    if k_norm_ptr is not None:
         at_norm = tl.where(is_q, head, head - Q_HEADS) * D
         weight_low = tl.load(norm_ptr + at_norm + at_low, mask=live & is_q, other=0.0).to(tl.float32)
         weight_high = tl.load(norm_ptr + at_norm + at_high, mask=live & is_q, other=0.0).to(tl.float32)
@@ -252,7 +252,7 @@ def _finish_qkv_kernel(
             here = parts_ptr + ((part * rows + row) * places + place + 1) * D
             gate_low += tl.load(here + at_low, mask=live & is_q, other=0.0)
             gate_high += tl.load(here + at_high, mask=live & is_q, other=0.0)
-        if BIAS:
+        if bias_ptr is not None:
             gate_low += tl.load(bias_ptr + (place + 1) * D + at_low, mask=live & is_q, other=0.0).to(tl.float32)
             gate_high += tl.load(bias_ptr + (place + 1) * D + at_high, mask=live & is_q, other=0.0).to(tl.float32)
         at_gate = gate_ptr + (row * Q_HEADS + head) * D
@@ -264,14 +264,14 @@ def _finish_qkv_kernel(
         ranks = tl.where(head < tl.where(adapter > 0, heads, 0), R, 0)[:, :, None]
         low += expand_row(first_low, b_low, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
         high += expand_row(first_high, b_high, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
-    if BIAS:
+    if bias_ptr is not None:
         low += tl.load(bias_ptr + place * D + at_low, mask=live, other=0.0).to(tl.float32)
         high += tl.load(bias_ptr + place * D + at_high, mask=live, other=0.0).to(tl.float32)
     # Round as the result of the unfused product is rounded.
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)
     x_low, x_high = low, high
-    if WHOLE_NORM:
+    if k_norm_ptr is not None:
         # Each program reads all queries, or all keys, again: they are in the L2 cache.
         first = tl.program_id(1) * BLOCK_HEADS
         q_blocks = tl.where(first < Q_HEADS, tl.cdiv(Q_HEADS, BLOCK_HEADS), 0)
@@ -279,16 +279,16 @@ def _finish_qkv_kernel(
             (first + BLOCK_HEADS > Q_HEADS) & (first < Q_HEADS + KV_HEADS), tl.cdiv(KV_HEADS, BLOCK_HEADS), 0
         )
         q_sum = _squares(
-            parts_ptr, bias_ptr, row, rows, q_blocks, 0, Q_HEADS, heads, D, BLOCK_HEADS, HALF, PARTS, BIAS, dtype
+            parts_ptr, bias_ptr, row, rows, q_blocks, 0, Q_HEADS, heads, D, BLOCK_HEADS, HALF, PARTS, dtype
         )
         k_sum = _squares(
-            parts_ptr, bias_ptr, row, rows, k_blocks, Q_HEADS, KV_HEADS, heads, D, BLOCK_HEADS, HALF, PARTS, BIAS, dtype
+            parts_ptr, bias_ptr, row, rows, k_blocks, Q_HEADS, KV_HEADS, heads, D, BLOCK_HEADS, HALF, PARTS, dtype
         )
         mean = tl.where(is_q, q_sum / (Q_HEADS * D), k_sum / (KV_HEADS * D))
         scale = 1.0 / tl.sqrt(mean + eps)
         x_low = narrow(low * scale * weight_low, dtype).to(tl.float32)
         x_high = narrow(high * scale * weight_high, dtype).to(tl.float32)
-    if CLIPPED:
+    if clip is not None:
         # NaN stays NaN: it must reach the logits.
         x_low, x_high = tl.clamp(x_low, -clip, clip, NANS), tl.clamp(x_high, -clip, clip, NANS)
         low, high = tl.clamp(low, -clip, clip, NANS), tl.clamp(high, -clip, clip, NANS)
@@ -317,7 +317,7 @@ def _finish_qkv_kernel(
     tl.store(at_q + at_high, high, mask=live & is_q)
     token = slot * KV_HEADS
     at_k = k_cache_ptr + (token + head - Q_HEADS) * D
-    if FP8:
+    if scales_ptr is not None:
         low = low.to(tl.float32)
         high = high.to(tl.float32)
         most_low = tl.max(tl.where(low == low, tl.abs(low), 0.0), 1)
@@ -342,8 +342,8 @@ def _finish_qkv_kernel(
     tl.store(at_k + at_low, low, mask=live & is_k)
     tl.store(at_k + at_high, high, mask=live & is_k)
     at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D
-    tl.store(at_v + at_low, v_low if FP8 else low, mask=live & is_v)
-    tl.store(at_v + at_high, v_high if FP8 else high, mask=live & is_v)
+    tl.store(at_v + at_low, v_low if scales_ptr is not None else low, mask=live & is_v)
+    tl.store(at_v + at_high, v_high if scales_ptr is not None else high, mask=live & is_v)
 
 
 def finish_qkv(
@@ -415,11 +415,9 @@ def finish_qkv(
     _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
         parts_SMW, bias_W, q_norm, k_norm, cos_M1T, sin_M1T, slots_M, q_MHD, gates_MHD, k_cache_PSGD, v_cache_PSGD,
         scales_P2GS,
-        rows=rows, eps=eps, clip=clip or 0.0, Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, TURNED=cos_M1T.shape[-1],
-        BLOCK_HEADS=_BLOCK_HEADS, HALF=half, PARTS=parts, BIAS=bias_W is not None, NORM=norm_2D is not None,
-        WHOLE_NORM=whole_norms is not None, VALUE_NORM=value_norm, KEYS_ARE_VALUES=int(kv == "keys"),
-        CLIPPED=clip is not None, UNIT_OFFSET=unit_offset, INTERLEAVED=interleaved, GATED=int(gates_MHD is not None),
-        PAGE_SIZE=k_cache_PSGD.shape[1], FP8=scales_P2GS is not None, num_warps=8,
+        rows=rows, eps=eps, clip=clip, Q_HEADS=q_heads, KV_HEADS=kv_heads, D=dim, TURNED=cos_M1T.shape[-1],
+        BLOCK_HEADS=_BLOCK_HEADS, HALF=half, PARTS=parts, VALUE_NORM=value_norm, KEYS_ARE_VALUES=int(kv == "keys"),
+        UNIT_OFFSET=unit_offset, INTERLEAVED=interleaved, PAGE_SIZE=k_cache_PSGD.shape[1], num_warps=8,
         **correction_arguments(correction, _BLOCK_HEADS * 2 * half), **follow_options(parts_SMW.device),
     )  # fmt: skip
     return q_MHD
@@ -499,8 +497,7 @@ def _gate(
 def _embed_rope_kernel(
     token_ids_ptr, positions_ptr, embed_ptr, inv_freq_ptr, sign_ptr, residual_ptr, cos_sin_ptr,
     rows, first_token, tokens, scale,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SHARD: tl.constexpr,
-    SCALED: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -525,7 +522,7 @@ def _embed_rope_kernel(
         h = (part - 1) * BLOCK + tl.arange(0, BLOCK)
         follow()
         token = tl.load(token_ids_ptr + b)
-        if SHARD:
+        if first_token is not None:
             token -= first_token
             width = tl.where((token >= 0) & (token < tokens), H, 0)
             x = tl.load(embed_ptr + token * H + h, mask=h < width, other=0.0)
@@ -565,10 +562,10 @@ def embed_rope(
     residual_BH = torch.empty(count, hidden, dtype=embed_VH.dtype, device=embed_VH.device)
     cos_sin_2B1D = torch.empty(2, count, 1, dim, dtype=torch.float32, device=embed_VH.device)
     _embed_rope_kernel[(count, 1 + triton.cdiv(hidden, _EMBED_BLOCK))](
-        token_ids_B, positions_B, embed_VH, inv_freq_D, sign_D, residual_BH, cos_sin_2B1D, count, first_token or 0,
+        token_ids_B, positions_B, embed_VH, inv_freq_D, sign_D, residual_BH, cos_sin_2B1D, count, first_token,
         len(embed_VH), scale,
-        H=hidden, D=dim, SHARD=first_token is not None, SCALED=scale != 1.0, BLOCK=_EMBED_BLOCK,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **follow_options(embed_VH.device),
+        H=hidden, D=dim, SCALED=scale != 1.0, BLOCK=_EMBED_BLOCK, BLOCK_D=triton.next_power_of_2(dim), num_warps=4,
+        **follow_options(embed_VH.device),
     )  # fmt: skip
     cos_B1D, sin_B1D = cos_sin_2B1D.unbind(0)
     return residual_BH, (cos_B1D, sin_B1D)

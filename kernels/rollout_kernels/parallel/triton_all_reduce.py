@@ -132,7 +132,7 @@ def _all_reduce_kernel(
     parts_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, exchanges_ptr, fault_ptr,
     rows, row_words, most_rows, eps, most_spins,
     H: tl.constexpr, BLOCK_W: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, PAIRS: tl.constexpr, FLAGGED: tl.constexpr, TAIL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, PAIRS: tl.constexpr, FLAGGED: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -144,7 +144,7 @@ def _all_reduce_kernel(
         live = tl.broadcast_to(live_W[:, None], [BLOCK_W, 2])
     else:
         live = live_W
-    if NORM:
+    if residual_ptr is not None:
         weight = tl.load(_row_at(weight_ptr, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
     let_next_begin()
     wait_for_last()
@@ -175,7 +175,7 @@ def _all_reduce_kernel(
             peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
             to = _from(peer, RANK, half, row, most_rows, row_words, RANKS, FLAGGED)
             tl.atomic_xchg(to + row_words - TAIL, number, sem="release", scope="sys")
-    if NORM:
+    if residual_ptr is not None:
         x = tl.load(_row_at(residual_ptr + row * H, w, halves, PAIRS), mask=live, other=0.0).to(tl.float32)
     mine = tl.load(addresses_ptr + RANK)
     total = tl.zeros_like(added)
@@ -199,7 +199,7 @@ def _all_reduce_kernel(
                 total += tl.where(came, data.to(tl.float32, bitcast=True), float("nan"))
     tl.store(exchanges_ptr + row, number | (lost << 31))  # negative for ever: no word of this row is believed again
     total = narrow(total, dtype)
-    if NORM:
+    if residual_ptr is not None:
         stored = narrow(x + total.to(tl.float32), dtype)
         tl.store(_row_at(residual_ptr + row * H, w, halves, PAIRS), stored, mask=live)
         x = stored.to(tl.float32)
@@ -230,9 +230,8 @@ def _launch(
     _all_reduce_kernel[(rows,)](
         parts_SMH, residual_MH, weight_H, out_MH, peers.addresses_R, peers.exchanges_M, peers.fault, rows,
         peers.memory_2RMW.shape[3], peers.rows, eps, most_spins,
-        H=width, BLOCK_W=block, PARTS=parts, RANK=peers.rank, RANKS=peers.size, NORM=residual_MH is not None,
-        UNIT_OFFSET=unit_offset, PAIRS=pairs, FLAGGED=peers.flagged, TAIL=TAIL, num_warps=max(1, min(16, block // 64)),
-        **follow_options(out_MH.device),
+        H=width, BLOCK_W=block, PARTS=parts, RANK=peers.rank, RANKS=peers.size, UNIT_OFFSET=unit_offset, PAIRS=pairs,
+        FLAGGED=peers.flagged, TAIL=TAIL, num_warps=max(1, min(16, block // 64)), **follow_options(out_MH.device),
     )  # fmt: skip
     return out_MH
 

@@ -100,7 +100,7 @@ def _pass_1(
     logits_ptr, drawn_ptr, floats_ptr, ints_ptr, rows_ptr, partial_ptr,
     V, blocks, first_token,
     INTS: tl.constexpr, FLOATS: tl.constexpr, LENGTH: tl.constexpr, PROMPT: tl.constexpr, SEED: tl.constexpr,
-    TEMPERATURE: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr, SHARD: tl.constexpr,
+    TEMPERATURE: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr, SHARD: tl.constexpr,
 ):  # fmt: skip
     sampled = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -122,7 +122,7 @@ def _pass_1(
         tempered_sum = _log_sum(tempered)
     drawn = tempered
     drawn_sum = tempered_sum
-    if DRAWN:
+    if drawn_ptr is not None:
         drawn = tl.load(drawn_ptr + sampled * V + v, mask=live, other=-float("inf"))
         drawn_sum = _log_sum(drawn)
         if SHARD:  # NaN if a histogram of a peer did not come: then no log-prob of the row is a number
@@ -139,7 +139,7 @@ def _pass_1(
     token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
     if SHARD:
         tl.store(out + 5 * plane, tl.sum(tl.where(v == token, logits, 0.0)))
-        if DRAWN:
+        if drawn_ptr is not None:
             tl.store(out + 6 * plane, tl.sum(tl.where(v == token, drawn, 0.0)))
         token = tl.where(token == 2147483647, token, token + first_token)
     tl.store(out, best)
@@ -155,7 +155,7 @@ def _pass_2(
     output_stride,
     V, blocks,
     INTS: tl.constexpr, FLOATS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, TEMPERATURE: tl.constexpr,
-    BLOCKS: tl.constexpr, DRAWN: tl.constexpr, SHARDS: tl.constexpr, PLANES: tl.constexpr,
+    BLOCKS: tl.constexpr, SHARDS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     sampled = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sampled)
@@ -179,7 +179,7 @@ def _pass_2(
     temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
     tempered = logit / temperature
     drawn = tempered
-    if DRAWN:
+    if drawn_ptr is not None:
         if SHARDS == 1:
             drawn = tl.load(drawn_ptr + sampled * V + token)
         else:
@@ -233,13 +233,13 @@ def draw_and_advance(
         logits_SV, drawn_SV, floats_RF, ints_RI, rows_S, partial_PSB, vocab, blocks,
         0 if shard is None else shard.first_token,
         LENGTH=columns["LENGTH"], PROMPT=columns["PROMPT"], SEED=columns["SEED"], TEMPERATURE=columns["TEMPERATURE"],
-        NOISE=columns["NOISE"], BLOCK=_BLOCK, DRAWN=drawn_SV is not None, SHARD=shard is not None, num_warps=4, **sizes,
+        NOISE=columns["NOISE"], BLOCK=_BLOCK, SHARD=shard is not None, num_warps=4, **sizes,
     )  # fmt: skip
     if shard is not None:
         partial_PSB = shard.group.all_gather(partial_PSB)
     _pass_2[(count,)](
         logits_SV, drawn_SV, floats_RF, ints_RI, rows_S, partial_PSB, output_4S, output_4S.stride(0), vocab, blocks,
         LAST=columns["LAST"], LENGTH=columns["LENGTH"], TEMPERATURE=columns["TEMPERATURE"],
-        BLOCKS=triton.next_power_of_2(blocks * shards), DRAWN=drawn_SV is not None, SHARDS=shards, PLANES=planes,
-        num_warps=1 if shards == 1 else 4, **sizes,
+        BLOCKS=triton.next_power_of_2(blocks * shards), SHARDS=shards, PLANES=planes, num_warps=1 if shards == 1 else 4,
+        **sizes,
     )  # fmt: skip

@@ -224,7 +224,6 @@ def _merge_kernel(
     k_stride, p_stride,
     vocab,
     MASS: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    PEERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = _limits(top_k_ptr, top_p_ptr, min_p_ptr, k_stride, p_stride, row, vocab)
@@ -237,7 +236,7 @@ def _merge_kernel(
         best_key = tl.load(state + _BEST)
         found = tl.zeros_like(own)
         before = tl.zeros_like(own)
-        if PEERS:
+        if gathered_ptr is None:
             live = tl.where(searches, digit, -1) >= 0
             one = digit == 0
             number = next_number(exchanges_ptr + row)
@@ -393,5 +392,5 @@ def _merge(
         _merge_kernel[(len(state_SW[part]),)](
             state_SW[part], gathered_RSD, addresses_R, exchanges_M, fault, words, at_once, most_spins,
             *_limit_arguments(rows, part, shard.vocab),
-            RANK=group.rank, RANKS=group.size, PEERS=peers is not None, num_warps=8, **digit,
+            RANK=group.rank, RANKS=group.size, num_warps=8, **digit,
         )  # fmt: skip

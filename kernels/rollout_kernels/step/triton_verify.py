@@ -23,8 +23,8 @@ def _set_up_kernel(
     drafts_ptr, verified_ptr, paths_ptr, ints_ptr, floats_ptr, pages_ptr, tokens_ptr, adapters_ptr, next_ptr,
     width, columns,
     stride_pages,
-    INTS: tl.constexpr, FLOATS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, HAS_ADAPTERS: tl.constexpr,
-    DRAFTS: tl.constexpr, MOST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    INTS: tl.constexpr, FLOATS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, DRAFTS: tl.constexpr,
+    MOST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     row, owner = tl.load(drafts_ptr + 4 * n), tl.load(drafts_ptr + 4 * n + 1)
@@ -47,7 +47,7 @@ def _set_up_kernel(
         floats = tl.load(floats_ptr + owner * FLOATS + i, mask=i < FLOATS, other=0.0)
         tl.store(floats_ptr + row * FLOATS + i, floats, mask=i < FLOATS)
         tl.store(tokens_ptr + row, token)
-        if HAS_ADAPTERS:
+        if adapters_ptr is not None:
             tl.store(adapters_ptr + row, tl.load(adapters_ptr + owner))
 
 
@@ -109,10 +109,10 @@ def set_up_drafts(
     columns = pages_RP.shape[1]
     _set_up_kernel[(len(drafts_N4), triton.cdiv(columns, _PAGES))](
         drafts_N4, verified_M4, paths_MW, ints_RI, floats_RF, pages_RP, drafts_R,
-        drafts_R if adapters_R is None else adapters_R, next_RG if next_RG.shape[1] else drafts_R, paths_MW.shape[1],
+        adapters_R, next_RG if next_RG.shape[1] else drafts_R, paths_MW.shape[1],
         columns, pages_RP.stride(0),
-        INTS=ints_RI.shape[1], FLOATS=floats_RF.shape[1], LAST=last, LENGTH=length, HAS_ADAPTERS=adapters_R is not None,
-        DRAFTS=next_RG.shape[1], MOST_COLUMNS=_MOST_COLUMNS, BLOCK=_PAGES, num_warps=4,
+        INTS=ints_RI.shape[1], FLOATS=floats_RF.shape[1], LAST=last, LENGTH=length, DRAFTS=next_RG.shape[1],
+        MOST_COLUMNS=_MOST_COLUMNS, BLOCK=_PAGES, num_warps=4,
     )  # fmt: skip
 
 
