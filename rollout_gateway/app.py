@@ -19,7 +19,7 @@ from rollout_gateway.http.access import AccessRule
 from rollout_gateway.http.http_errors import HttpError, answer_error
 from rollout_gateway.orders.catch_up import CatchUp
 from rollout_gateway.orders.folder_updates import FolderUpdates
-from rollout_gateway.orders.group_updates import GroupUpdates
+from rollout_gateway.orders.process_groups import ProcessGroupUpdates
 from rollout_gateway.orders.worker_orders import WorkerOrders
 from rollout_gateway.prompts.gateway_model import GatewayModel
 from rollout_gateway.requests.http_request import Gateway
@@ -65,10 +65,10 @@ def make_app(
             model = GatewayModel.load(await _first_status(workers, settings.start_s), settings)
             tasks.append(asyncio.ensure_future(CatchUp(workers, folder_updates).run()))
             orders = WorkerOrders(workers, model.names, folder_updates)
-            group_updates = GroupUpdates(client, orders, settings.update_s)
+            process_groups = ProcessGroupUpdates(client, orders, settings.update_s)
             trajectories = Trajectories(settings.max_kept_bytes, settings.session_s)
             responses: ExpiringCache[str, StoredResponse] = ExpiringCache(settings.max_kept_bytes, settings.session_s)
-            gateway = Gateway(settings, workers, model, orders, group_updates, trajectories, responses, states)
+            gateway = Gateway(settings, workers, model, orders, process_groups, trajectories, responses, states)
             app.router.routes.extend(routes(gateway))
             yield
         finally:

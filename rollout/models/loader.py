@@ -418,9 +418,9 @@ def _needed(
 
 def _load_fallback(source: _Source, format: Format) -> LanguageModel:
     from rollout.models.fallback.build_module import make_module, max_positions, module_class
+    from rollout.models.fallback.module_weights import checkpoint_regions, own_tensors
     from rollout.models.fallback.start import serve
     from rollout.models.fallback.tested import TESTED
-    from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 
     architecture, config, dtype, device = source.architecture, source.config.whole, source.dtype, source.device
     if source.outline:  # its code needs values to say what its layers keep

@@ -19,7 +19,7 @@ from rollout.ranks.ordered_work import OrderedWork
 from rollout.ranks.relay import PinnedView
 from rollout.ranks.reports import RankReports
 from rollout.ranks.ring import SharedMemory
-from rollout.weights.delta import WHOLE, DeltaStaging, open_staging, read_update_content
+from rollout.weights.delta_staging import WHOLE, DeltaStaging, open_staging, read_update_content
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staged_weights import Copy
 from rollout.weights.staging import WeightStaging

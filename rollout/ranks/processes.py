@@ -45,7 +45,7 @@ from rollout.ranks.updates import RankUpdates
 from rollout.weights.staging import WeightStaging
 from rollout.weights.update_memory import UpdateMemories
 from trainer_bridge.scratch import ScratchFolder
-from trainer_bridge.transports.nccl.group import NCCL_ENVIRONMENT, environment
+from trainer_bridge.transports.nccl.nccl_group import NCCL_ENVIRONMENT, environment
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from rollout.ranks.orders import OrderWriter, check_alive
 from rollout.ranks.relay import RELAY_SIZES, HostBacking, RelayBacking, RelayMemory, RelaySizes
 from rollout.ranks.reports import Number, RankReports
 from rollout.ranks.ring import SharedMemory, SharedMemoryError
-from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
+from rollout.weights.delta_staging import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staging import WeightStaging
 from rollout.weights.update_memory import UpdateMemories, UpdateMemory

@@ -1,4 +1,4 @@
-"""The bytes of the last update on one rank: the base for the next delta (`rollout.weights.delta`)."""
+"""The bytes of the last update on one rank: the base for the next delta (`rollout.weights.delta_staging`)."""
 
 import contextlib
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollout.weights.delta import WHOLE, DeltaStaging, UpdateContent, open_staging
+from rollout.weights.delta_staging import WHOLE, DeltaStaging, UpdateContent, open_staging
 from rollout.weights.parameter_map import ManifestFit
 from rollout.weights.staged_weights import StagedWeights
 from rollout.weights.staging import WeightStaging

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.weights.adapter_updates import IncomingAdapter
-from rollout.weights.delta import WHOLE, UpdateContent, read_update_content
+from rollout.weights.delta_staging import WHOLE, UpdateContent, read_update_content
 from rollout.weights.parameter_map import ManifestFit, ParameterMap
 from rollout.weights.update_memory import UpdateMemories
 from trainer_bridge.transports.base import TransportReceiver

@@ -13,8 +13,8 @@ from typing import Any
 
 from rollout_gateway.answers.text_pieces import TextPieces
 from rollout_gateway.formats.answer_segments import AnswerPiece, Segments
-from rollout_gateway.formats.calls import NotACall, demanded_calls
 from rollout_gateway.formats.regions import AnswerRegion
+from rollout_gateway.formats.tool_calls import NotACall, demanded_calls
 from trainer_bridge.client.results import Completion
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from pydantic import Field
 from rollout_gateway.answers.answer_facts import end_facts
 from rollout_gateway.answers.views import CompletionViews
 from rollout_gateway.formats.answer_segments import AnswerPiece
-from rollout_gateway.formats.calls import ToolCall
 from rollout_gateway.formats.format_chooser import Formats
+from rollout_gateway.formats.tool_calls import ToolCall
 from rollout_gateway.http.event_stream import NamedEvents
 from rollout_gateway.http.http_errors import HttpError, Names, bad_request
 from rollout_gateway.prompts.sampling import MAX_TOKEN_ID, Int32, Number

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rollout_gateway.http.bodies import Body, EmptyBody
 from rollout_gateway.http.http_errors import HttpError, bad_request
-from rollout_gateway.orders.group_updates import TensorRows
+from rollout_gateway.orders.process_groups import TensorRows
 from rollout_gateway.requests.http_request import POST, DialectState, Endpoint, Gateway, HttpRequest
 
 _ID_BYTES = 128
@@ -156,14 +156,14 @@ def _rows(names: list[str], dtypes: list[str], shapes: list[list[int]], within: 
 async def join(request: HttpRequest[GroupBody]) -> dict[str, Any]:
     """Join the trainer's process group."""
     body = request.body
-    await request.gateway.group_updates.join(body.group_name, body.meeting, body.rank_offset, body.world_size)
+    await request.gateway.process_groups.join(body.group_name, body.meeting, body.rank_offset, body.world_size)
     return _succeeded("All workers have joined the process group.")
 
 
 async def leave(request: HttpRequest[GroupNameBody]) -> dict[str, Any]:
     """Leave a process group."""
     group = request.body.group_name
-    if not await request.gateway.group_updates.leave(group):
+    if not await request.gateway.process_groups.leave(group):
         raise HttpError(404, f"no worker is in the group {group!r}: none joined, or it broke", "group_name")
     return _succeeded("All workers have left the process group.")
 
@@ -189,7 +189,7 @@ async def update_announced(request: HttpRequest[EmptyBody]) -> dict[str, Any]:
 
 
 async def _receive(gateway: Gateway, body: TensorsBody) -> dict[str, Any]:
-    updates = gateway.group_updates
+    updates = gateway.process_groups
     missing = await updates.gather(body.group_name, body.rows, body.packed_bytes)
     if not updates.begun:
         return _succeeded(f"{len(body.names)} tensors have come, and the workers have no use for them.")
@@ -304,7 +304,7 @@ async def init_engine(request: HttpRequest[InitBody]) -> dict[str, Any]:
     info = InitInfo.take(request.body.init_info, "init_info.")
     meeting = info.meeting
     transfers.engine, transfers.started, transfers.tensors = None, False, []
-    await gateway.group_updates.join(_VLLM_GROUP, meeting, info.rank_offset, info.world_size)
+    await gateway.process_groups.join(_VLLM_GROUP, meeting, info.rank_offset, info.world_size)
     transfers.engine = info
     return {"message": "Weight transfer initialized"}
 
@@ -314,7 +314,7 @@ async def shut_engine_down(request: HttpRequest[Any]) -> dict[str, Any]:
     gateway, transfers = request.gateway, request.gateway.state(TransferState)
     if transfers.engine is not None:
         transfers.engine, transfers.started = None, False
-        await gateway.group_updates.leave(_VLLM_GROUP)
+        await gateway.process_groups.leave(_VLLM_GROUP)
     return {"message": "Weight transfer shut down"}
 
 
@@ -323,7 +323,7 @@ async def start(request: HttpRequest[StartBody]) -> dict[str, Any]:
     gateway = request.gateway
     if gateway.state(TransferState).engine is None:
         raise HttpError(409, "no weight transfer was initialized; call /init_weight_transfer_engine first")
-    await gateway.group_updates.start()
+    await gateway.process_groups.start()
     gateway.state(TransferState).started = True
     return {"message": "Weight update started"}
 
@@ -343,7 +343,7 @@ async def receive_by_engine(gateway: Gateway, update_info: Any, within: str = ""
         transfers.tensors = info.rows(within)
     if not transfers.tensors:
         raise bad_request("name the tensors: no earlier call has named them", "names")
-    await gateway.group_updates.gather(_VLLM_GROUP, transfers.tensors, packed_bytes if packed else None)
+    await gateway.process_groups.gather(_VLLM_GROUP, transfers.tensors, packed_bytes if packed else None)
     return {"message": "Weights updated"}
 
 
@@ -352,7 +352,7 @@ async def finish(request: HttpRequest[FinishBody]) -> dict[str, Any]:
     gateway = request.gateway
     if not gateway.state(TransferState).started:
         raise HttpError(409, "no update was started; call /start_weight_update first")
-    version = await gateway.group_updates.finish(request.body.weight_version)
+    version = await gateway.process_groups.finish(request.body.weight_version)
     gateway.state(TransferState).started = False  # an update that lacks tensors may still get them
     return {"message": "Weight update finished", "weight_version": str(version)}
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_gateway.formats.calls import MOST_NESTED, NotACall, ToolCall, ValueScan, calls_in
 from rollout_gateway.formats.regions import AnswerRegion, Kind
+from rollout_gateway.formats.tool_calls import MOST_NESTED, NotACall, ToolCall, ValueScan, calls_in
 
 _MOST_ENDS = 16  # marks inside of values at which a call does not end
 _MOST_WITHDRAWN = 32  # marks after which there was no call; then the rest is content

@@ -58,6 +58,6 @@ async def unload_adapter(request: HttpRequest[AdapterBody]) -> str:
 
 async def continue_generation(request: HttpRequest[Any]) -> None:
     """End a pause. An error while an update lacks tensors."""
-    await request.gateway.group_updates.finish_waiting()
-    request.gateway.group_updates.check_whole()
+    await request.gateway.process_groups.finish_waiting()
+    request.gateway.process_groups.check_whole()
     await request.gateway.orders.resume()

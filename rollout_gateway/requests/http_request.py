@@ -22,7 +22,7 @@ from rollout_gateway.answers.logprobs import LogprobFormat
 from rollout_gateway.history.trajectories import StoredResponse, Trajectories
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import HttpError, bad_request
-from rollout_gateway.orders.group_updates import GroupUpdates
+from rollout_gateway.orders.process_groups import ProcessGroupUpdates
 from rollout_gateway.orders.worker_orders import WorkerOrders
 from rollout_gateway.prompts.gateway_model import GatewayModel
 from rollout_gateway.prompts.kv_hints import ForkField, KvFields
@@ -56,7 +56,7 @@ class Gateway:
     workers: Workers
     model: GatewayModel
     orders: WorkerOrders
-    group_updates: GroupUpdates
+    process_groups: ProcessGroupUpdates
     trajectories: Trajectories
     responses: ExpiringCache[str, StoredResponse]
     states: Mapping[type[DialectState], Any]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_gateway.dialects.tinker.sessions import RESULT_S, SILENT_S, TinkerSampler, TinkerSessions
+from rollout_gateway.dialects.tinker.tinker_sessions import RESULT_S, SILENT_S, TinkerSampler, TinkerSessions
 from rollout_gateway.http.http_errors import HttpError
 from scripts.check.fuzz_gateway import VALID, Traffic, check_answer, mutations
 from tests.support.gateway.harness import gateway, post, refused

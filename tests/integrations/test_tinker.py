@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_gateway.dialects.tinker import sessions
+from rollout_gateway.dialects.tinker import tinker_sessions
 from tests.support.gateway.harness import gateway, post
 from tests.support.peft_adapters import make_adapter
 from tests.support.ports import free_port
@@ -224,7 +224,7 @@ def test_clients_wait_for_room(worker: WorkerProcess, direct: RolloutClient) -> 
 def test_a_client_that_dies_loses_its_requests(
     http: httpx.Client, direct: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "SILENT_S", 15.0)  # clients send a heartbeat every 10 s
+    monkeypatch.setattr(tinker_sessions, "SILENT_S", 15.0)  # clients send a heartbeat every 10 s
     source = (
         "import tinker, time\n"
         f"service = tinker.ServiceClient(base_url={str(http.base_url)!r}, api_key={KEY!r})\n"

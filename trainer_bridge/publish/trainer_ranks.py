@@ -44,8 +44,8 @@ from trainer_bridge.publish.lent_parts import (
     map_buffers,
     read_answer,
 )
-from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.nccl_group import END_S, BroadcastGroup, GroupError, device_name
 from trainer_bridge.transports.nccl.other_ranks import take_part
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.sections import Sections, cuts_from_wire, cuts_to_wire, plan_sections

@@ -6,6 +6,6 @@ triton_lora  the same on a GPU, and the pieces that fuse a correction into anoth
 """
 
 from rollout_kernels.lora.add import lora_add
-from rollout_kernels.lora.buffers import LEAST_RANK, MOST_RANK, Correction, LoraBuffers, padded_rank
+from rollout_kernels.lora.lora_buffers import LEAST_RANK, MOST_RANK, Correction, LoraBuffers, padded_rank
 
 __all__ = ["LEAST_RANK", "MOST_RANK", "Correction", "LoraBuffers", "lora_add", "padded_rank"]

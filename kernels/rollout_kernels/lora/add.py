@@ -1,13 +1,13 @@
 """Add the corrections of low-rank adapters to a product: the op and its torch twin.
 
-Legend: see `buffers`.
+Legend: see `lora_buffers`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rollout_kernels.lora.buffers import LoraBuffers
+from rollout_kernels.lora.lora_buffers import LoraBuffers
 
 
 def lora_add(

@@ -21,7 +21,7 @@ the same time as the product:
 
 Every row then reads B itself, which is worth it for few rows only (`adds_later`).
 
-Legend: see `buffers`.
+Legend: see `lora_buffers`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import dot, follow, follow_options, let_next_begin, narrow, wait_for_last
 from rollout_kernels.linear.table import MOST_ROWS
-from rollout_kernels.lora.buffers import TILE_OUTPUTS, Correction, LoraBuffers
+from rollout_kernels.lora.lora_buffers import TILE_OUTPUTS, Correction, LoraBuffers
 
 _BLOCK_K = 128
 _LARGEST_BLOCK_M = 64

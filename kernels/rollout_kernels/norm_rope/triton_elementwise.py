@@ -42,7 +42,7 @@ from rollout_kernels.common.triton_math import (
 )
 from rollout_kernels.linear.coded import CodedRows
 from rollout_kernels.linear.triton_code_rows import empty_rows
-from rollout_kernels.lora.buffers import Correction
+from rollout_kernels.lora.lora_buffers import Correction
 from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments, expand_row
 
 _BLOCK_HEADS = 8  # heads of a program of `finish_qkv`

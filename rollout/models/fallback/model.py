@@ -23,10 +23,10 @@ from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.fallback.attention import PAGED, RUNNING, FallbackStep
 from rollout.models.fallback.cache import CacheFacts, LayerCache, ModuleStates, base_of
 from rollout.models.fallback.experts import kernel_sizes
+from rollout.models.fallback.module_weights import checkpoint_regions, own_tensors
 from rollout.models.fallback.probe import LayerFacts, probe_cache, probe_layers
 from rollout.models.fallback.rows import FallbackRows
 from rollout.models.fallback.ways import WAYS, Way
-from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 from rollout.models.layers import float32_product
 from rollout.models.names import Region, all_views
 from rollout.models.spec import KVShape, MoESpec

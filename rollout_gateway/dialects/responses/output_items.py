@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout_gateway.dialects.responses.input_items import DeclaredTool
 from rollout_gateway.formats.answer_segments import AnswerPiece
-from rollout_gateway.formats.calls import ToolCall
+from rollout_gateway.formats.tool_calls import ToolCall
 
 Event = dict[str, Any]
 

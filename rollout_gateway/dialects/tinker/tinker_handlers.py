@@ -18,7 +18,7 @@ from rollout_gateway.dialects.tinker.request_bodies import (
     SessionBody,
     TinkerPrompt,
 )
-from rollout_gateway.dialects.tinker.sessions import TinkerSampler, TinkerSessions
+from rollout_gateway.dialects.tinker.tinker_sessions import TinkerSampler, TinkerSessions
 from rollout_gateway.http.http_errors import HttpError, bad_request
 from rollout_gateway.http.json_text import json_text
 from rollout_gateway.requests.call import Call

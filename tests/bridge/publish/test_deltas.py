@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut, CutView
-from rollout.weights.delta import DeltaStaging, put_kept
+from rollout.weights.delta_staging import DeltaStaging, put_kept
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ManifestFit, UpdateNames
 from rollout.weights.pinned_memory import HostBuffer

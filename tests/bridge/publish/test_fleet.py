@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.parts import Watchful, enter_nccl
-from trainer_bridge.transports.nccl.group import BroadcastGroup
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup
 
 
 @pytest.mark.parametrize("transport", ["zmq", "shm", "nccl"])

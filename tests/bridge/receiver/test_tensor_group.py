@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout.models.cut import Cut
-from rollout.weights.delta import put_kept
+from rollout.weights.delta_staging import put_kept
 from rollout.weights.kept_layout import cut_rows, in_words
 from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.parameter_map import ParameterMap

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.support.bridge.group_trainer import trainer
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.ports import free_port
-from trainer_bridge.transports.nccl.group import BroadcastGroup
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup
 from trainer_bridge.transports.torch_group.group_member import cut
 from trainer_bridge.wire.manifest import pack
 

@@ -23,7 +23,7 @@ from tests.support.ports import free_port
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link
 from trainer_bridge.transports.nccl import transport as nccl
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup, GroupError
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
 

@@ -15,7 +15,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ports import free_port, needs_ipv6
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.nccl.group import StoreServer, connect, reach
+from trainer_bridge.transports.nccl.nccl_group import StoreServer, connect, reach
 from trainer_bridge.wire.worker_connection import WorkerConnection
 
 pytestmark = needs_ipv6

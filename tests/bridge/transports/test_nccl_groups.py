@@ -24,8 +24,8 @@ from tests.support.bridge.parts import NCCL_FIRST, enter_nccl, group_with, no_gr
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.nccl import member as group_member
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect
 from trainer_bridge.transports.nccl.member import NcclMember
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect
 from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.address import LOOPBACK

@@ -13,8 +13,15 @@ from tests.support.kernels.grids import nightly
 from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.nccl_group import (
+    BroadcastGroup,
+    GroupError,
+    GroupSeat,
+    StoreServer,
+    connect,
+    given_up,
+)
 from trainer_bridge.transports.nccl.runs import Columns, Runs
 from trainer_bridge.transports.nccl.transport import NcclSender
 from trainer_bridge.transports.payload import Payload

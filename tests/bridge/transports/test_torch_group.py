@@ -1,6 +1,6 @@
 """What a worker does about trainers' process groups: real receivers, and a peer of gloo in the test's own process.
 
-`tests/gateway/test_group_updates.py` has a trainer that uses torch.distributed's own groups.
+`tests/gateway/test_process_groups.py` has a trainer that uses torch.distributed's own groups.
 """
 
 import socket
@@ -20,7 +20,7 @@ from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.ports import free_port, needs_ipv6
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.nccl.group import BroadcastGroup
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup
 from trainer_bridge.transports.torch_group.group_member import cut
 from trainer_bridge.wire.manifest import pack
 

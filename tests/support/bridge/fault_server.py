@@ -31,7 +31,7 @@ from tests.support.bridge.lending_trainer import train_lending
 from trainer_bridge.publish import transport_choice
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link, cuda_ipc, disk
-from trainer_bridge.transports.nccl import group
+from trainer_bridge.transports.nccl import nccl_group
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 
@@ -94,8 +94,8 @@ def corrupt() -> None:
 
     after(cuda_ipc, "fingerprint", lambda _, data: flip(data))
     after(bucket_link, "checksum", lambda _, data: flip(torch.frombuffer(data, dtype=torch.uint8)))
-    broadcast = group.BroadcastGroup.broadcast
-    group.BroadcastGroup.broadcast = lambda self, data, *root: (flip(data), broadcast(self, data, *root))[1]  # type: ignore[method-assign]
+    broadcast = nccl_group.BroadcastGroup.broadcast
+    nccl_group.BroadcastGroup.broadcast = lambda self, data, *root: (flip(data), broadcast(self, data, *root))[1]  # type: ignore[method-assign]
 
     def flip_file(options: dict[str, Any], *_: Any) -> None:
         path = Path(options["folder"]) / options["files"][0][0]

@@ -30,7 +30,7 @@ from tests.support.worker.harness import tensors
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.trainer_ranks import TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports.nccl.group import BroadcastGroup
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shards import Shards
 from trainer_bridge.wire.errors import RolloutError

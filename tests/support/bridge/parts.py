@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup, GroupError
 from trainer_bridge.transports.nccl.transport import NcclReceiver, NcclSender
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.registry import TRANSPORTS

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typing_extensions
 
 from tests.support.patience import PATIENCE_S
-from trainer_bridge.transports.nccl.group import BroadcastGroup
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup
 
 with pytest.MonkeyPatch.context() as patch:
     if sys.version_info < (3, 12):  # pydantic refuses typing's TypedDict there, and SkyRL uses it

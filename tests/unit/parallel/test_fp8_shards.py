@@ -11,7 +11,7 @@ from rollout.config import ModelSettings
 from rollout.models import LoadedModel, load_model
 from rollout.models.coded import SCALES, CodedView
 from rollout.models.cut import CutView
-from rollout.weights.delta import DeltaStaging
+from rollout.weights.delta_staging import DeltaStaging
 from rollout.weights.kept_memory import InPlaceMemory, StagedMemory
 from rollout.weights.parameter_map import ParameterMap, update_names
 from rollout.weights.staged_weights import SwapCopies

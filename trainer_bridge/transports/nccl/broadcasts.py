@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.fingerprint import fingerprint
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, Pending, give_up, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup, GroupError, GroupSeat, Pending, give_up, given_up
 from trainer_bridge.transports.nccl.runs import Bucket, Runs
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError

@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupSeat, begin_ending
+from trainer_bridge.transports.nccl.nccl_group import END_S, BroadcastGroup, GroupSeat, begin_ending
 
 
 class KeptGroup:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from trainer_bridge.transports.base import IncomingUpdate
 from trainer_bridge.transports.fingerprint import fingerprint, fingerprints_digest
-from trainer_bridge.transports.nccl.group import (
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.nccl_group import (
     POLL_S,
     BroadcastGroup,
     GroupError,
@@ -31,7 +32,6 @@ from trainer_bridge.transports.nccl.group import (
     connect,
     give_up,
 )
-from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Bucket, Runs
 from trainer_bridge.wire.address import address_towards
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected

@@ -21,7 +21,8 @@ import torch
 
 from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.nccl.broadcasts import GRACE_S, Broadcasts
-from trainer_bridge.transports.nccl.group import (
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.nccl_group import (
     REACH_S,
     GroupError,
     GroupSeat,
@@ -30,7 +31,6 @@ from trainer_bridge.transports.nccl.group import (
     give_up,
     reach,
 )
-from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Columns, Runs
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.address import address_towards

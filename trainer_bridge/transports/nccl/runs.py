@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat
+from trainer_bridge.transports.nccl.nccl_group import BroadcastGroup, GroupError, GroupSeat
 from trainer_bridge.transports.tensors import ByteRows, copy_rows, rows_within
 from trainer_bridge.wire.manifest import ALIGN_BYTES, Manifest
 

@@ -44,7 +44,9 @@ from trainer_bridge.transports.base import (
 )
 from trainer_bridge.transports.fingerprint import fingerprints_digest
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
-from trainer_bridge.transports.nccl.group import (
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.member import NcclMember
+from trainer_bridge.transports.nccl.nccl_group import (
     END_S,
     REACH_S,
     BroadcastGroup,
@@ -58,8 +60,6 @@ from trainer_bridge.transports.nccl.group import (
     local_address,
     reach,
 )
-from trainer_bridge.transports.nccl.kept_group import KeptGroup
-from trainer_bridge.transports.nccl.member import NcclMember
 from trainer_bridge.transports.nccl.other_ranks import OtherRanks
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver, check_options
-from trainer_bridge.transports.nccl.group import END_S
+from trainer_bridge.transports.nccl.nccl_group import END_S
 from trainer_bridge.transports.torch_group.group_member import GroupMember, Meeting, Task
 from trainer_bridge.wire.errors import BadRequest, NotFound, RolloutError, Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports.nccl.group import REACH_S, BroadcastGroup, GroupError, Pending, first_line, reach
+from trainer_bridge.transports.nccl.nccl_group import REACH_S, BroadcastGroup, GroupError, Pending, first_line, reach
 from trainer_bridge.wire.address import address_towards, bare, host_port, is_loopback
 from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.demo.counting import check_completion
 from rollout_gateway.http.http_errors import HttpError
-from rollout_gateway.orders.group_updates import GroupUpdates
+from rollout_gateway.orders.process_groups import ProcessGroupUpdates
 from tests.support.bridge.group_trainer import Trainer, trainer
 from tests.support.gateway.harness import gateway, meet_by_gloo, post, refused
 from tests.support.models.variants import make_variant
@@ -418,7 +418,7 @@ class SlowPool:
 def test_a_part_that_ends_after_its_group_was_left_begins_no_update(order: str) -> None:
     async def run() -> None:
         pool = SlowPool()
-        updates = GroupUpdates(pool, None, 5)  # type: ignore[arg-type]
+        updates = ProcessGroupUpdates(pool, None, 5)  # type: ignore[arg-type]
         part = asyncio.create_task(updates.gather("g", [["a", "float32", [1]]], None))
         await pool.gathers.wait()
         await (updates.join("g", {}, 1, 2) if order == "join" else updates.leave("g"))

@@ -28,7 +28,7 @@ _LISTED = 4  # names in one message
 _NOT_KEPT = "came over a process group, and is not kept"
 
 
-class GroupUpdates:
+class ProcessGroupUpdates:
     """Updates by the transport `torch_group`; one at a time. Every method raises `HttpError` and `RolloutError`.
 
     `update_s`: seconds that a worker may take for one message.
