@@ -7,8 +7,8 @@
                                                 worker: becomes a child of the tests' process, and runs `rollout serve`
 
 The worker runs the module that `python -m` would run, from the command line to its end. It is a child of the tests'
-process, as after `start_worker`: it can be waited for, and ends with that process. It forks its followers; its process
-of texts is a new process of Python.
+process, as after `start_worker`: it can be waited for, and ends with that process. It forks its followers. Its first
+process of texts is forked before the worker begins, and has torch; a later one is a new process of Python.
 
 A worker whose environment libraries read when they are imported cannot be forked: `forked` takes changes of variables
 that are read later. A `sitecustomize` in the first folder of PYTHONPATH is run after the fork. Tests of the start
@@ -17,6 +17,7 @@ itself use `start_worker`.
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib.util
@@ -215,6 +216,11 @@ def _become(request: dict[str, Any], connection: socket.socket) -> None:
 
 def _run(module: str, words: Sequence[str]) -> None:
     """What Python does when it starts with these words."""
+    _begin(module, words)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _begin(module: str, words: Sequence[str]) -> None:
     _prctl(_PR_SET_NAME, _named(module).encode())
     sys.argv[1:] = words
     sys.orig_argv[:] = [sys.executable, "-P", "-m", module, *words]
@@ -225,7 +231,76 @@ def _run(module: str, words: Sequence[str]) -> None:
             sys.path.insert(0, str(first))
         sys.modules["sitecustomize"] = hook = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(hook)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class _ForksText:
+    """The module `subprocess` for what starts the process of texts: its first `Popen` gives a process that waits."""
+
+    def __init__(self) -> None:
+        """Fork it, while no other thread runs."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._socket.close()
+            _become_text(theirs)
+        theirs.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(  # noqa: N802 -- a name of Python's
+        self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **streams: int
+    ) -> Any:
+        """A child of this process that runs `python -P -m MODULE ARGUMENTS`."""
+        pid, self._pid = self._pid, 0
+        if pid:
+            request = {"words": command[4:], "environ": dict(env), "descriptors": list(pass_fds)}
+            with self._socket, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was killed
+                socket.send_fds(self._socket, [json.dumps(request).encode()], pass_fds)
+                return ForkedProcess(pid)
+        return subprocess.Popen(command, pass_fds=pass_fds, env=env, **streams)
+
+
+def _become_text(connection: socket.socket) -> None:
+    """Wait for the request of `_ForksText`, and be the process of texts; never returns."""
+    message, received, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 8)
+    if not message:
+        os._exit(0)  # the worker has ended, or serves no texts
+    status = 1
+    try:
+        request = json.loads(message)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        above = max([*request["descriptors"], *received]) + 1
+        moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in moved:
+                with contextlib.suppress(OSError):  # the one that listed the folder
+                    os.close(descriptor)
+        for descriptor, number in zip(moved, request["descriptors"], strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(request["environ"])
+        from rollout.service.text import process
+
+        _begin(process.__name__, request["words"])
+        process.sys = _OwnModules()  # type: ignore[assignment]  # transformers has torch: it cannot do without it now
+        status = process.main(request["words"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+class _OwnModules:
+    """The module `sys` for code that hides a module from the libraries that it loads: nothing is hidden."""
+
+    def __init__(self) -> None:
+        self.modules = dict(sys.modules)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
 
 
 class _Forks:
@@ -273,7 +348,9 @@ def _main() -> None:
     request = _requests(connection)
     _become(request, connection)
     from rollout.ranks import follower_processes
+    from rollout.service.text import process
 
+    process.subprocess = _ForksText()  # type: ignore[assignment]
     follower_processes.subprocess = _Forks()  # type: ignore[assignment]
     _run(request["module"], request["words"])
 
