@@ -17,6 +17,7 @@ Rules that keep it right:
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
+import math
 from bisect import insort
 from collections.abc import Callable
 
@@ -172,58 +173,62 @@ class Scheduler:
             feature.commit(plan, output)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, SequenceState.LEAVING
-        end = 0  # index in the output after a row's tokens
-        for seq, start, tokens_in, draws, _ in plan.spans:
+        taken = end = 0  # `end`: index in the output after a row's tokens
+        for span in plan.spans:
+            seq, _, _, draws, _ = span
             at, end = end, end + draws
+            kept, ended = end, seq.finalized
             seq.inflight_refs -= 1
-            if seq.void:
-                seq.void -= 1
-                counters.zombie_rows += 1
-                if seq.finalized or seq.state is leaving:
-                    roster.settle(seq)
-                continue
-            kept = end
-            if draws > 1:
-                kept = at + 1 + output.accepted[at]
-                seq.settle_ahead(draws - 1, output.accepted[at])
-            if seq.finalized:
-                counters.zombie_rows += draws > 0
-                roster.settle(seq)
-                continue
+            if draws != 1 or ended or seq.void:
+                kept = at + self._count_kept(span, output.accepted[at:end])
             while at < kept:
-                if (logprob := logprobs[at]) != logprob:
-                    roster.fail(seq, NOT_FINITE)
-                    break
-                token, drawn = tokens[at], seq.drawn
-                so_far, runs = drawn.tokens, drawn.versions
-                run = runs[-1] if runs else None
-                if run is None or run[0] != version:  # the token begins a run
-                    if drawn.too_old_for(version):
-                        roster.finish(seq, Finish("stale"))
-                        break
-                    run = None
-                so_far.append(token)
-                drawn.logprobs.append(logprob)
-                drawn.raw_logprobs.append(raw_logprobs[at])
-                if drawn.drawn_logprobs is not None:
-                    drawn.drawn_logprobs.append(output.drawn_logprobs[at])
-                if run is not None:  # updated last: `rescue` tells by the runs whether a token is whole
-                    run[1] += 1
+                token, logprob, drawn = tokens[at], logprobs[at], seq.drawn
+                if (drawn.run[0] == version and logprob == logprob) or self._begin_run(seq, logprob, version):
+                    so_far = drawn.tokens
+                    so_far.append(token)
+                    drawn.logprobs.append(logprob)
+                    drawn.raw_logprobs.append(raw_logprobs[at])
+                    if drawn.drawn_logprobs is not None:
+                        drawn.drawn_logprobs.append(output.drawn_logprobs[at])
+                    drawn.run[1] += 1  # updated last: `rescue` tells by the runs whether a token is whole
+                    taken += 1
+                    at += 1
+                    if (token in seq.watched or len(so_far) >= seq.check_at) and self._examine(seq, token):
+                        kept = at  # later tokens do not count
                 else:
-                    runs.append([version, 1])
-                    drawn.note_version(version)
-                counters.tokens += 1
-                at += 1
-                if (token in seq.watched or len(so_far) >= seq.check_at) and self._examine(seq, token):
-                    break
-            if not draws:
-                self._chunk_committed(seq, start + tokens_in)
-            if seq.state is leaving and not seq.finalized:
+                    kept = at
+            if ended or (seq.state is leaving and not seq.finalized):
                 roster.settle(seq)
+        counters.tokens += taken
         if plan.kind == "decode":
             counters.decode_rows += plan.rows
         else:
             self._note_first_tokens(plan)
+
+    def _count_kept(self, span: Span, accepted: list[int]) -> int:
+        """How many of a row's drawn tokens count, in a step with none, with several, or after the row's end."""
+        seq, start, tokens_in, draws, _ = span
+        void = seq.void > 0
+        if void:
+            seq.void -= 1
+        elif draws > 1:
+            seq.settle_ahead(draws - 1, accepted[0])
+        if void or seq.finalized:
+            self.roster.counters.zombie_rows += draws > 0
+            return 0
+        if not draws:
+            self._chunk_committed(seq, start + tokens_in)
+        return 1 + accepted[0] if draws > 1 else draws
+
+    def _begin_run(self, seq: Sequence, logprob: float, version: int) -> bool:
+        """Begin a run of tokens of this weights version; False if that ends the sequence: it may not have the token."""
+        if math.isnan(logprob):
+            self.roster.fail(seq, NOT_FINITE)
+        elif seq.drawn.too_old_for(version):
+            self.roster.finish(seq, Finish("stale"))
+        else:
+            seq.drawn.begin_run(version)
+        return not seq.finalized
 
     def committed(self, plan: Plan, output: StepOutput, tokens: int, seconds: float) -> None:
         """Note a committed step: `seconds` on the device, waits for masks included, and `tokens` kept tokens."""

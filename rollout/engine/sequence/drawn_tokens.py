@@ -85,6 +85,7 @@ class DrawnTokens:
         "newest_version",
         "oldest_version",
         "raw_logprobs",
+        "run",
         "tokens",
         "versions",
     )
@@ -98,6 +99,7 @@ class DrawnTokens:
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if reshapes else None
         self.versions: list[list[int]] = []  # runs of [weights version, tokens]
+        self.run = [VERSION_END, 0]  # newest of these runs; VERSION_END before the first token drawn here
         self.oldest_version, self.newest_version = prior.oldest_version, prior.newest_version
         asked = request.max_version_span
         self.max_version_span = VERSION_END if asked is None else asked
@@ -110,13 +112,17 @@ class DrawnTokens:
         """
         return max(self.newest_version, version) - min(self.oldest_version, version) > self.max_version_span
 
-    def note_version(self, version: int) -> None:
-        """Note that a token of this weights version was added."""
+    def begin_run(self, version: int) -> None:
+        """Begin a run: the next tokens are of this weights version."""
+        self.run = [version, 0]
+        self.versions.append(self.run)
         self.oldest_version = min(self.oldest_version, version)
         self.newest_version = max(self.newest_version, version)
 
     def drop_torn_token(self) -> None:
         """Cut the columns to the tokens that all of them have: a fault may come between two of them."""
+        if self.versions and not self.versions[-1][1]:
+            self.versions.pop()
         whole = self.known + sum(count for _, count in self.versions)
         for column in (self.tokens, self.logprobs, self.raw_logprobs, self.drawn_logprobs):
             if column is not None:
