@@ -29,7 +29,6 @@ from rollout.config import Settings
 from rollout.engine.build import build_engine, check_model, longest_sequence, rebuild_engine, sleeping_memory
 from rollout.engine.device.streams import make_device
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
-from rollout.engine.features.all import features_of
 from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages.statuses import RankStatus
@@ -148,7 +147,7 @@ class Worker:
                 memory=memory,
                 progress=advance,
                 lead=lead,
-                features=features_of(registry),
+                shared=[registry],
             )
         staging.memory.arrival.end_pinning()
         for name, weights in read_adapters(settings.engine, model, packer).items():

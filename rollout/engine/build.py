@@ -61,18 +61,19 @@ def build_engine(
     progress: Progress = no_progress,
     lead: Lead = alone,
     features: Seq[MakeFeature] = FEATURES,
+    shared: Seq[object] = (),
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """An engine that is ready to tick.
 
     `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
-    total) while decode steps are captured as CUDA graphs. `lead` is the lead of a tensor group's first rank. `clock`
-    gives the time of deadlines and leases, seconds. Raises ValueError with the numbers when rows, steps or KV do not
-    fit into the device's memory next to the weights.
+    total) while decode steps are captured as CUDA graphs. `lead` is the lead of a tensor group's first rank. `shared`
+    is as in `Site`. `clock` gives the time of deadlines and leases, seconds. Raises ValueError with the numbers when
+    rows, steps or KV do not fit into the device's memory next to the weights.
     """
     version = settings.weights.initial_version
     memory = memory or sleeping_memory(settings, device, model)
-    site = Site(settings, device, model, memory, lead)
+    site = Site(settings, device, model, memory, lead, shared=shared)
     check_model(settings.engine, model)
     parts = _build_parts(site, version, Memory.begin(site, features), Totals(), clock, progress)
     sleeps = parts.executor.orders.memory_of_all(memory)

@@ -1,12 +1,10 @@
 """The list of optional features. A new feature is a folder next to this file, and an entry here, in any place."""
 
-import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol, runtime_checkable
 
 from rollout.config import EngineSettings
-from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.features.dealt_rows.feature import DealtRows
 from rollout.engine.features.drafts.verifier import DraftVerifier
@@ -31,12 +29,6 @@ class MeasuresSteps(Protocol):
 MakeFeature = Callable[[Site], DeviceFeature | None]
 KINDS: Seq[type[DeviceFeature]] = (AdapterMemory, ScoreTaker, ImageEncoder, DealtRows, DraftVerifier, RoutingRecord)
 FEATURES: tuple[MakeFeature, ...] = tuple(kind.make for kind in KINDS)
-
-
-def features_of(registry: AdapterRegistry) -> tuple[MakeFeature, ...]:
-    """The features of an engine whose adapters other threads look up, too."""
-    adapters = functools.partial(AdapterMemory.make, registry=registry)
-    return tuple(adapters if make == AdapterMemory.make else make for make in FEATURES)
 
 
 def host_bytes(settings: EngineSettings, model: LanguageModel) -> int:

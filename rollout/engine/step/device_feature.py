@@ -67,6 +67,7 @@ class Site:
     memory: ReleasableMemory  # memory of this rank that a sleep releases
     lead: Lead = alone  # orders of the first rank to the others
     follows: bool = False  # this is not the first rank
+    shared: Seq[object] = ()  # objects of features that other threads use, too
 
 
 @dataclass(frozen=True, slots=True)

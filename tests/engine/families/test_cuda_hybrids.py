@@ -244,7 +244,7 @@ def _submit_drafted(bench: Bench, sampling: dict[str, Any]) -> None:
     bench.complete("penalties", prompt_of(9, 7), 70, sampling={**sampling, "presence_penalty": 0.5})
 
 
-def test_drafts_in_float32_give_transformers_tokens(hybrid, monkeypatch):
+def test_drafts_in_float32_give_transformers_tokens(hybrid):
     folder, hf_model = hybrid("Qwen3Next")
     model = load(folder, "cuda")
     plain = bench_of(model, max_rows=4)
@@ -252,7 +252,7 @@ def test_drafts_in_float32_give_transformers_tokens(hybrid, monkeypatch):
         plain.submit(f"r{i}", prompt_of(20 + i, i), 50)
     plain.finish()
     answers = {key: done.token_ids for key, done in plain.completions.items()}
-    bench, _ = drafting(monkeypatch, model, answers, 0.3, device=make_device("cuda"), max_rows=4, ragged=True)
+    bench, _ = drafting(model, answers, 0.3, device=make_device("cuda"), max_rows=4, ragged=True)
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(20 + i, i), 50)
     bench.finish()

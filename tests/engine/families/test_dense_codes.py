@@ -79,7 +79,7 @@ def test_adapters_are_added_to_products_of_codes(pair, hf_models, folders, tmp_p
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_drafts_are_verified_by_codes(wrong, pair, monkeypatch):
+def test_drafts_are_verified_by_codes(wrong, pair):
     coded, engine, decoded = pair
     plain = Bench(decoded)
     submit(plain)
@@ -87,7 +87,7 @@ def test_drafts_are_verified_by_codes(wrong, pair, monkeypatch):
     answers = {key: done.token_ids for key, done in plain.completions.items()}
     results, drafted = [], []
     for model, settings in ((coded, engine), (decoded, {})):
-        bench, _ = drafting(monkeypatch, model, answers, wrong, **fixed_costs(), **settings)
+        bench, _ = drafting(model, answers, wrong, **fixed_costs(), **settings)
         submit(bench)
         results.append(result(bench))
         drafted.append(bench.drafts.accepted)

@@ -94,9 +94,9 @@ def test_a_completion_ends_where_its_tokens_first_repeat_themselves(model, promp
     assert check(bench, plain, requests) >= 12
 
 
-def test_drafts_after_the_repetition_are_dropped(model, prompt_of, plain, monkeypatch):
+def test_drafts_after_the_repetition_are_dropped(model, prompt_of, plain):
     recorded = {(name, 0): tokens for name, tokens in plain.items()}
-    bench, _ = drafting(monkeypatch, model, recorded, 0.0, speculation_tokens=5, max_rows=16)
+    bench, _ = drafting(model, recorded, 0.0, speculation_tokens=5, max_rows=16)
     requests = asked(prompt_of)
     for name, (prompt, sampling, stop, rule) in requests.items():
         bench.submit(name, prompt, 48, sampling=sampling, stop=stop | {"repetition": rule})

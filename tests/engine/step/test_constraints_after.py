@@ -146,9 +146,9 @@ def test_free_rows_have_the_tokens_of_rows_with_masks(model, prompt_of, referenc
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_a_marker_among_drafts_ends_what_counts_of_them(model, prompt_of, reference, monkeypatch, wrong):
+def test_a_marker_among_drafts_ends_what_counts_of_them(model, prompt_of, reference, wrong):
     recorded = {key: done.token_ids for key, done in reference.completions.items()}
-    bench, _ = drafting(monkeypatch, model, recorded, wrong, speculation_tokens=5, max_rows=16)
+    bench, _ = drafting(model, recorded, wrong, speculation_tokens=5, max_rows=16)
     submit_all(bench, prompt_of, always=False)
     bench.run()
     assert bench.drafts.accepted > 50

@@ -67,7 +67,7 @@ def test_free_rows_have_the_bits_of_rows_with_masks_and_nothing_is_compiled_for_
     recorded = {key: outcome[0] for key, outcome in masked.items()}
     for wrong in (0.0, 0.4):
         drafts = {"speculation_tokens": 4, "speculation_rows": 24, "device": make_device("cuda")}
-        drafted, _ = drafting(monkeypatch, load_bf16(folder), recorded, wrong, **drafts, **fields)
+        drafted, _ = drafting(load_bf16(folder), recorded, wrong, **drafts, **fields)
         assert run(drafted, always=False) == masked
         assert drafted.drafts.accepted > 50
 

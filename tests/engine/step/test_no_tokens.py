@@ -204,9 +204,9 @@ def test_states_of_linear_attention_go_on_after_the_prompt(stem, tmp_path, promp
         assert tokens == logits.argmax(1).tolist()
 
 
-def test_replayed_drafts_of_neighbours_are_as_ever(model, prompt_of, greedy, monkeypatch):
+def test_replayed_drafts_of_neighbours_are_as_ever(model, prompt_of, greedy):
     recorded = {("d", 0): greedy(prompt_of(9), 40)}
-    bench, _ = drafting(monkeypatch, model, recorded, wrong=0.2, speculation_tokens=4)
+    bench, _ = drafting(model, recorded, wrong=0.2, speculation_tokens=4)
     bench.submit("d", prompt_of(9), 40)
     for i in range(6):
         bench.ticks(2)

@@ -78,10 +78,10 @@ def test_a_system_prompt_before_groups_is_a_second_level(model, prompt_of, seen)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.4])
-def test_drafts_are_read_with_their_row(model, prompt_of, monkeypatch, seen, wrong):
+def test_drafts_are_read_with_their_row(model, prompt_of, seen, wrong):
     """Rows of a group and rows alone, each with three drafts: only what a step may write is a draft row's own."""
     tokens: dict[tuple[str, int], list[int]] = {}
-    bench, _ = drafting(monkeypatch, model, tokens, wrong, max_rows=8, speculation_rows=24, **ANY)
+    bench, _ = drafting(model, tokens, wrong, max_rows=8, speculation_rows=24, **ANY)
     for each in map(seen.watch, (Bench(model, max_rows=8, **ANY), bench)):
         each.submit("a", prompt_of(33, 1), 40, n=3)
         each.submit("b", prompt_of(21, 2), 40)

@@ -128,9 +128,9 @@ def test_tokens_are_those_of_rows_with_masks(model, prompt_of, reference, engine
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_drafts_change_no_token(model, prompt_of, reference, monkeypatch, wrong):
+def test_drafts_change_no_token(model, prompt_of, reference, wrong):
     recorded = {key: done.token_ids for key, done in reference[0].completions.items()}
-    bench, _ = drafting(monkeypatch, model, recorded, wrong, speculation_tokens=5, max_rows=16)
+    bench, _ = drafting(model, recorded, wrong, speculation_tokens=5, max_rows=16)
     submit_all(bench, prompt_of, always=False)
     bench.run()
     assert bench.drafts.accepted > 50

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine.features.all import FEATURES
-from rollout.engine.features.drafts.drafter import HOST_DRAFTERS, DeviceDrafter
+from rollout.engine.features.all import FEATURES, MakeFeature
+from rollout.engine.features.drafts.drafter import DeviceDrafter
 from rollout.engine.features.drafts.model_drafter import READ, ModelDrafter
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.verifier import DraftVerifier
@@ -66,7 +66,6 @@ def fixed_costs(measured: Mapping[int, float] | None = None, drafting: Mapping[i
 
 
 def drafting(
-    monkeypatch: pytest.MonkeyPatch,
     model,
     recorded: Recorded,
     wrong: float,
@@ -77,8 +76,16 @@ def drafting(
 ) -> tuple[Bench, ReplayDrafter]:
     """An engine that drafts by a `ReplayDrafter`; `fields` as for `Bench`."""
     drafter = ReplayDrafter(recorded, wrong, seed, ragged, model.spec.vocab)
-    monkeypatch.setitem(HOST_DRAFTERS, "suffix", lambda kept_tokens: drafter)
-    return bench(model, **{"speculation": "suffix", **fields}), drafter
+    replaying = type("Replaying", (DraftVerifier,), {"host_drafter": lambda verifier: drafter})
+    features = [_made_as(replaying, make) for make in fields.pop("features", FEATURES)]
+    return bench(model, features=features, **{"speculation": "suffix", **fields}), drafter
+
+
+def _made_as(kind: type[DraftVerifier], make: MakeFeature) -> MakeFeature:
+    """`make`, or if it makes a `DraftVerifier` the same for `kind`."""
+    how = make.keywords if isinstance(make, functools.partial) else {}
+    is_verifier = DraftVerifier.make in (make, getattr(make, "func", None))
+    return functools.partial(kind.make, **how) if is_verifier else make
 
 
 def replayed_drafts(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):

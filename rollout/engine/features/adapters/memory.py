@@ -12,7 +12,7 @@ from rollout.engine.features.adapters.adapter_table import AdapterTable
 from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.messages.to_engine import AdapterCommand
-from rollout.engine.schedule.step_feature import StepFeature
+from rollout.engine.schedule.step_feature import StepFeature, find_feature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
@@ -40,8 +40,8 @@ class AdapterMemory(DeviceFeature[None]):
         self._device, self._rows, self._registry = device, rows, registry
 
     @classmethod
-    def make(cls, site: Site, registry: AdapterRegistry | None = None) -> AdapterMemory | None:
-        """Memory for adapters of `registry`, or of an empty one, if any are served.
+    def make(cls, site: Site) -> AdapterMemory | None:
+        """Memory for adapters of the registry of `site`, or of an empty one, if any are served.
 
         Raises ValueError with the numbers if there is too little.
         """
@@ -61,7 +61,8 @@ class AdapterMemory(DeviceFeature[None]):
         tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
         memory.take_over(tensors, kept=False)  # they are loaded again from the host
         log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
-        return cls(slots, device, engine.max_rows, registry or AdapterRegistry(engine.max_adapters))
+        registry = find_feature(site.shared, AdapterRegistry) or AdapterRegistry(engine.max_adapters)
+        return cls(slots, device, engine.max_rows, registry)
 
     @classmethod
     def host_bytes(cls, settings: EngineSettings, model: LanguageModel) -> int:

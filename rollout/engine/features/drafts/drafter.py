@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from rollout.config import EngineSettings
-from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
 from rollout.engine.step.device_feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import RowState
 from rollout.engine.upload import StepInput
@@ -60,8 +59,6 @@ class NoHostDrafter:
 
 
 NO_HOST_DRAFTER = NoHostDrafter()
-#: Name -> function that makes a drafter on the host; its argument is the most tokens of completions to keep.
-HOST_DRAFTERS: dict[str, Callable[[int], HostDrafter]] = {"suffix": SuffixDrafter}
 
 #: The drafter on the device: the draft model (`heads`), or n-grams of the row.
 DeviceDrafterName = Literal["none", "heads", "ngram"]

@@ -21,11 +21,11 @@ from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.counts import DraftCounts
 from rollout.engine.features.drafts.decode_costs import measure_decode_costs
 from rollout.engine.features.drafts.drafter import (
-    HOST_DRAFTERS,
     NAME,
     NO_HOST_DRAFTER,
     DeviceDrafter,
     DraftAfter,
+    HostDrafter,
     device_drafter,
 )
 from rollout.engine.features.drafts.feature import DraftsFeature
@@ -33,6 +33,7 @@ from rollout.engine.features.drafts.model_drafter import ModelDrafter
 from rollout.engine.features.drafts.ngram_drafter import NgramDrafter
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
+from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
 from rollout.engine.schedule.step_feature import StepFeature
 from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import AheadFeature, Drawn, HostParts, Replays, Site
@@ -91,6 +92,12 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
         state = verify.DraftState.allocate(rows, self._made)
         self._of_rows, self._costs = (state, self._drafter(rows, state.next_RG)), None
 
+    def host_drafter(self) -> HostDrafter:
+        """A new drafter on the host."""
+        if self._engine.speculation in ("suffix", "auto"):
+            return SuffixDrafter(self._engine.constants.speculation_kept_tokens)
+        return NO_HOST_DRAFTER
+
     def _drafter(self, rows: RowState, next_RG: torch.Tensor) -> DeviceDrafter:
         engine = self._engine
         match self.on_device:
@@ -107,11 +114,9 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
     def host_part(self, engine: HostParts, before: StepFeature | None) -> DraftsFeature:
         settings = self._engine
         adapts = settings.speculation == "auto"
-        make = HOST_DRAFTERS.get("suffix" if adapts else settings.speculation, lambda kept_tokens: NO_HOST_DRAFTER)
-        drafter = make(settings.constants.speculation_kept_tokens)
         assert self._costs is not None, "the costs are measured before"
         planner = DraftPlanner(
-            drafter,
+            self.host_drafter(),
             settings.speculation_tokens,
             settings.speculation_rows,
             self._costs,

@@ -58,7 +58,7 @@ def test_the_version_changes_at_the_stamped_token(model, adapters, depth):
 
 
 @pytest.mark.parametrize("drafts", [4, *nightly(0)])
-def test_the_version_changes_at_the_stamped_token_where_tokens_are_drawn_again(model, adapters, monkeypatch, drafts):
+def test_the_version_changes_at_the_stamped_token_where_tokens_are_drawn_again(model, adapters, drafts):
     """Tokens in flight, and accepted drafts, do not count after a marker; a newer version comes in any tick."""
     sampling = {"temperature": 1.0, "seed": 3, "logit_bias": ((7, 3.0),)}
     constraint = AfterMarker(AllowList(tuple(range(20, 60)), VOCAB), IdMarker((7,)))
@@ -66,7 +66,7 @@ def test_the_version_changes_at_the_stamped_token_where_tokens_are_drawn_again(m
     stamped = set()
     for ticks in range(26):
         more = {"speculation_tokens": drafts} if drafts else {"speculation": "off"}
-        bench, _ = drafting(monkeypatch, model, recorded, 0.0, adapter_slots=8, adapter_rank=16, **more)
+        bench, _ = drafting(model, recorded, 0.0, adapter_slots=8, adapter_rank=16, **more)
         bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
         drew = watch_versions(bench)
         bench.submit("r", prompt_of(10), 30, adapter="a0", sampling=sampling, constraint=constraint)

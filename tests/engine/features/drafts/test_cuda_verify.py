@@ -142,7 +142,7 @@ def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, s
 def test_verify_steps_are_captured_and_wait_for_nothing(folder, monkeypatch, drafter):
     """The drafts of the first are all wrong."""
     if drafter == "suffix":
-        bench, _ = drafting(monkeypatch, load_bf16(folder), {}, 1.0, device=make_device("cuda"), **SIZES)
+        bench, _ = drafting(load_bf16(folder), {}, 1.0, device=make_device("cuda"), **SIZES)
     else:
         bench = Bench(load_bf16(folder), make_device("cuda"), speculation="ngram", **SIZES)
     headers = watch_headers(bench)

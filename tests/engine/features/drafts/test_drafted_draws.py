@@ -60,12 +60,12 @@ def misfit(completions: list[list[int]], chances: dict[tuple[int, ...], torch.Te
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, monkeypatch, device):
+def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, device):
     """Half of the drafts are wrong, so third tokens are drawn after right drafts and after wrong ones."""
     count, made = (800, lambda: load(folder)) if device == "cpu" else (4000, lambda: load_bf16(folder))
     fields, bias = {**SIZES, "device": make_device(device)}, tuple((token, BIAS) for token in DRAWN)
     plain = Bench(made(), **fields)
-    bench, _ = drafting(monkeypatch, made(), known := {}, 0.5, **fields)
+    bench, _ = drafting(made(), known := {}, 0.5, **fields)
     for each in (plain, bench):
         for i in range(count):
             each.submit(f"r{i}", PROMPT, 4, sampling={"temperature": TEMPERATURE, "seed": i, "logit_bias": bias})
@@ -81,11 +81,11 @@ def test_tokens_of_verify_steps_have_the_probabilities_of_the_model(folder, monk
 
 
 @pytest.mark.gpu
-def test_drafts_change_no_more_than_another_batch_size_does(folder, monkeypatch):
+def test_drafts_change_no_more_than_another_batch_size_does(folder):
     """In the fast mode. At a high temperature rounding hardly ever changes a token, so rows stay together."""
     new, fields = 64, {**SIZES, "max_rows": 32, "device": make_device("cuda")}
     alone, plain, many = (Bench(load_bf16(folder), **fields) for _ in range(3))
-    bench, _ = drafting(monkeypatch, load_bf16(folder), known := {}, 0.2, **fields)
+    bench, _ = drafting(load_bf16(folder), known := {}, 0.2, **fields)
     for each, rows in ((plain, range(8)), (many, range(32)), (bench, range(8))):
         for i in rows:
             each.submit(f"r{i}", prompt_of(100 + i, i), new, sampling={"temperature": 100.0, "seed": i})

@@ -219,13 +219,13 @@ def by_model(monkeypatch: pytest.MonkeyPatch, load_drafted: Callable[[], Any], s
     return make
 
 
-def by_host(monkeypatch: pytest.MonkeyPatch, load_one: Callable[[], Any], seed: int) -> Callable[..., Bench]:
+def by_host(load_one: Callable[[], Any], seed: int) -> Callable[..., Bench]:
     """The host drafts what was drawn without it, some of it wrong or missing."""
 
     def make(plain: Bench, rng: random.Random, **fields: Any) -> Bench:
         how = (rng.choice([0.0, 0.1, 0.5]), seed, rng.random() < 0.7, Sleeping)
         fields["speculation"] = rng.choice(["suffix", "suffix", "auto"])
-        return drafting(monkeypatch, load_one(), recorded(plain.completions), *how, **fields)[0]
+        return drafting(load_one(), recorded(plain.completions), *how, **fields)[0]
 
     return make
 

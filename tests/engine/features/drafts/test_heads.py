@@ -431,7 +431,7 @@ def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, m
     wrong = {"heads": 1.0, "suffix": 1.0, better: 0.0}
     replayed_drafts(monkeypatch, completions_by_seed(six), wrong["heads"])
     fields = {**HEADS, **fixed_costs({1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01}), "speculation": "auto"}
-    bench, _ = drafting(monkeypatch, drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
+    bench, _ = drafting(drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
     submit_six(bench)
     bench.finish()
     assert_same(bench, six)

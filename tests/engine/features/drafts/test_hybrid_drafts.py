@@ -83,11 +83,11 @@ def test_any_drafts_give_the_same_completions(hybrid, monkeypatch, plain, stem, 
     assert drafts.accepted == 0 if wrong == 1.0 else drafts.accepted > 20
 
 
-def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monkeypatch):
+def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model):
     """The state of a row after some steps with drafts is that of a row with as many tokens, computed at once."""
     plain = Bench(model, prefix_cache=False)
     plain.complete("a", prompt_of(9), 40, sampling=SAMPLED)
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.4, pipeline_depth=1, ragged=True)
+    bench, _ = drafting(model, recorded(plain.completions), 0.4, pipeline_depth=1, ragged=True)
     bench.submit("a", prompt_of(9), 40, sampling=SAMPLED)
     states, checked = bench.engine.executor.step.kv.states, 0
     while ("a", 0) not in bench.completions or bench.engine.busy:
@@ -111,7 +111,7 @@ def test_states_have_seen_the_tokens_of_their_rows_after_every_step(model, monke
 
 
 @pytest.mark.parametrize("depth", [2, *nightly(1)])
-def test_turns_of_a_session_go_on_after_drafts(hybrid, model, monkeypatch, depth):
+def test_turns_of_a_session_go_on_after_drafts(hybrid, model, depth):
     """Also after a stop amid accepted drafts, where the state has seen tokens that are none of the completion's."""
     limits = {"stop": {"token_ids": (31, 40, 7, 55)}, "sampling": SAMPLED}
     plain = Conversation(Bench(model, prefix_cache=False), "s", prompt_of, session=False)
@@ -121,7 +121,7 @@ def test_turns_of_a_session_go_on_after_drafts(hybrid, model, monkeypatch, depth
     answers = {(f"s{turn}", 0): [*tokens, 1, 2, 3] for turn, tokens in enumerate(said, 1)}
     for wrong in (0.0, 0.4, 1.0):
         fields = {"pipeline_depth": depth, "speculation_tokens": 4}
-        bench, _ = drafting(monkeypatch, model, answers, wrong, **fields)
+        bench, _ = drafting(model, answers, wrong, **fields)
         talk = Conversation(bench, "s", prompt_of)
         assert [talk.say(new, 24, **limits) for new in (11, 5, 3, 4, 9, 2)] == said
         for turn in range(1, 7):
@@ -159,8 +159,8 @@ def test_rows_sleep_between_verify_steps(model, monkeypatch, six, on_host):
     assert_same(bench, six)
 
 
-def test_an_engine_that_is_built_again_drafts_on(model, monkeypatch, six):
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.3, kv_pages=600)
+def test_an_engine_that_is_built_again_drafts_on(model, six):
+    bench, _ = drafting(model, recorded(six.completions), 0.3, kv_pages=600)
     submit_six(bench)
     bench.ticks(9)
     fail_a_step(bench)

@@ -162,10 +162,10 @@ def test_auto_runs_plain_steps_while_drafts_do_not_pay(model, plain, draft_s, la
     assert all(any(0 <= i - before <= 3 for before in drafting_steps) for i in of_drafts)
 
 
-def test_drafts_that_do_not_pay_keep_no_drafter_from_being_asked(model, monkeypatch):
+def test_drafts_that_do_not_pay_keep_no_drafter_from_being_asked(model):
     """The drafter rests for seven plans, the device drafts in one of them."""
     fields = {**fixed_costs({1: 1.0, 72: 72.0}, {1: 0.01, 8: 0.01}), "speculation": "auto"}
-    bench, drafter = drafting(monkeypatch, model, {}, 1.0, **fields)
+    bench, drafter = drafting(model, {}, 1.0, **fields)
     asked, path, speculation = [], drafter.path, bench.drafting.planner
     drafter.path = lambda *args: (asked.append(len(plans)), path(*args))[1]
     plans, choose = [], speculation.choose

@@ -77,9 +77,9 @@ def plain(folders) -> Bench:
     ("wrong", "ragged", "depth"),
     [(0.0, False, 2), (1.0, False, 2), (0.3, True, 1), (0.1, True, 2)],
 )
-def test_any_drafts_give_the_same_completions(model, monkeypatch, plain, wrong, ragged, depth):
+def test_any_drafts_give_the_same_completions(model, plain, wrong, ragged, depth):
     fields = {"speculation_tokens": 3 if ragged else 5, "pipeline_depth": depth}
-    bench, drafter = drafting(monkeypatch, model, recorded(plain.completions), wrong, depth, ragged, **fields)
+    bench, drafter = drafting(model, recorded(plain.completions), wrong, depth, ragged, **fields)
     submit_all(bench)
     run_watched(bench)
     bench.close()
@@ -97,7 +97,7 @@ def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
     plain = Bench(model, max_rows=32)
     submit_free(plain)
     plain.finish()
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.2, ragged=True, max_rows=32)
+    bench, _ = drafting(model, recorded(plain.completions), 0.2, ragged=True, max_rows=32)
     submit_free(bench)
     bench.finish()
     assert bench.drafts.accepted > 20
@@ -105,11 +105,11 @@ def test_with_rows_computed_one_by_one_all_bits_are_equal(model, monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
+def test_right_drafts_make_as_few_steps_as_they_can(model, depth):
     plain = Bench(model)
     plain.complete("a", prompt_of(9), 101, sampling=SAMPLED)
     fields = {"speculation_tokens": 4, "pipeline_depth": depth}
-    bench, drafter = drafting(monkeypatch, model, recorded(plain.completions), 0.0, **fields)
+    bench, drafter = drafting(model, recorded(plain.completions), 0.0, **fields)
     bench.complete("a", prompt_of(9), 101, sampling=SAMPLED)
     assert bench.tokens("a") == plain.tokens("a")
     Inspector(bench.engine).set_gauges()
@@ -123,9 +123,9 @@ def test_right_drafts_make_as_few_steps_as_they_can(model, monkeypatch, depth):
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
-def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
+def test_a_step_has_no_more_drafts_than_it_may(model, six, most):
     """Also with more rows than that."""
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.2, speculation_rows=most, kv_pages=600)
+    bench, _ = drafting(model, recorded(six.completions), 0.2, speculation_rows=most, kv_pages=600)
     plans = watch_plans(bench)
     submit_six(bench)
     bench.finish()
@@ -133,8 +133,8 @@ def test_a_step_has_no_more_drafts_than_it_may(model, monkeypatch, six, most):
     assert max(sum(draft.length for draft in plan.ahead) for plan in plans) == most
 
 
-def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.9, speculation_tokens=16, kv_pages=80)
+def test_drafts_leave_a_free_page_for_each_running_row(model, six):
+    bench, _ = drafting(model, recorded(six.completions), 0.9, speculation_tokens=16, kv_pages=80)
     choose, short = bench.drafting.plan_decode, 0
 
     def watch(seqs, version, allocator, kept):
@@ -153,18 +153,18 @@ def test_drafts_leave_a_free_page_for_each_running_row(model, monkeypatch, six):
     assert short, "they took all that they may"
 
 
-def test_two_slots_stay_full_with_drafts(model, monkeypatch):
+def test_two_slots_stay_full_with_drafts(model):
     plain = Bench(model)
     plain.complete("a", prompt_of(9), 60, sampling=SAMPLED)
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.2)
+    bench, _ = drafting(model, recorded(plain.completions), 0.2)
     bench.submit("a", prompt_of(9), 60, sampling=SAMPLED)
     assert run_watched(bench).most == 2
     assert bench.tokens("a") == plain.tokens("a")
 
 
-def test_a_step_without_drafts_is_a_plain_step(model, monkeypatch, plain):
+def test_a_step_without_drafts_is_a_plain_step(model, plain):
     """A drafter without paths leaves nothing in plans and uploads."""
-    bench, drafter = drafting(monkeypatch, model, {}, 0.0, speculation_rows=8)
+    bench, drafter = drafting(model, {}, 0.0, speculation_rows=8)
     drafter.path = lambda *_: []
     headers = watch_headers(bench)
     submit_all(bench)
@@ -173,8 +173,8 @@ def test_a_step_without_drafts_is_a_plain_step(model, monkeypatch, plain):
     assert not any({"drafts", "pages", "verified", "paths"} & header.sections.keys() for header in headers)
 
 
-def test_refused_drafts_leave_no_kv_that_others_find(model, monkeypatch, plain):
-    bench, _ = drafting(monkeypatch, model, recorded(plain.completions), 0.5)
+def test_refused_drafts_leave_no_kv_that_others_find(model, plain):
+    bench, _ = drafting(model, recorded(plain.completions), 0.5)
     again = Bench(model, prefix_cache=False)
     for each in (bench, again):
         submit_all(each)
@@ -186,12 +186,12 @@ def test_refused_drafts_leave_no_kv_that_others_find(model, monkeypatch, plain):
     assert_same(bench, again)
 
 
-def test_turns_of_a_session_go_on_after_drafts(model, monkeypatch):
+def test_turns_of_a_session_go_on_after_drafts(model):
     plain = Conversation(Bench(model, prefix_cache=False), "s", prompt_of, session=False)
     said = [plain.say(new, 14) for new in (11, 5, 3)]
     answers = {(f"s{turn}", 0): tokens for turn, tokens in enumerate(said, 1)}
     for wrong in (0.0, 0.5, 1.0):
-        bench, _ = drafting(monkeypatch, model, answers, wrong)
+        bench, _ = drafting(model, answers, wrong)
         talk = Conversation(bench, "s", prompt_of)
         assert [talk.say(new, 14) for new in (11, 5, 3)] == said
         assert talk.reused >= len(talk.said) - 14 - 4
@@ -214,9 +214,9 @@ def six(folders) -> Bench:
     return bench.finish()
 
 
-def test_a_completion_that_may_span_no_version_ends_whole(model, folders, monkeypatch, six):
+def test_a_completion_that_may_span_no_version_ends_whole(model, folders, six):
     mailbox = Mailbox()
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.0, receiver=mailbox)
+    bench, _ = drafting(model, recorded(six.completions), 0.0, receiver=mailbox)
     prompt = [token % 83 for token in prompt_of(10, 0)]
     bench.submit("r0", prompt, 60, sampling={"temperature": 1.0, "seed": 0}, max_version_span=0)
     swap_in_the_middle(bench, mailbox, Update(1, load(folders[1]), model), 5)
@@ -293,13 +293,13 @@ def adapted(bench: Bench, adapters, count: int = 2) -> Bench:
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 6))])
-def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapters, seed):
+def test_a_newer_adapter_is_stamped_at_its_first_token(model, adapters, seed):
     """With drafts in flight it is not known which one that is when the adapter changes."""
     slots = {"adapter_slots": 2, "adapter_rank": 16}
     old = bench_of(model, adapters, 1)
     old.complete("r", prompt_of(10), 60, adapter="a0")
     rng = random.Random(seed)
-    bench, _ = drafting(monkeypatch, model, recorded(old.completions), 0.3, seed, **slots)
+    bench, _ = drafting(model, recorded(old.completions), 0.3, seed, **slots)
     bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
     bench.submit("r", prompt_of(10), 60, stream_every=1, adapter="a0")
     changes = 0
@@ -334,13 +334,13 @@ def test_a_newer_adapter_is_stamped_at_its_first_token(model, monkeypatch, adapt
 # --- experts ---
 
 
-def test_the_experts_of_accepted_tokens_are_told(monkeypatch, tmp_path):
+def test_the_experts_of_accepted_tokens_are_told(tmp_path):
     hf_model = make_checkpoint("qwen3_moe", tmp_path, 0)
     model, prompt = load(tmp_path), prompt_of(11)
     plain = Bench(model, routing=True)
     plain.complete("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
     for wrong in (0.0, 0.5):
-        bench, _ = drafting(monkeypatch, model, recorded(plain.completions), wrong, routing=True)
+        bench, _ = drafting(model, recorded(plain.completions), wrong, routing=True)
         bench.complete("a", prompt, 40, sampling=SAMPLED, routing_from=0, stream_every=3)
         bench.close()
         assert bench.tokens("a") == plain.tokens("a")
@@ -394,8 +394,8 @@ def test_acceptance_is_told_by_the_age_of_what_is_drafted_from(model, folders, v
 # --- what is told ---
 
 
-def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six):
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), 0.4, **fixed_costs(), kv_pages=600)
+def test_acceptance_and_time_saved_are_what_was_counted(model, six):
+    bench, _ = drafting(model, recorded(six.completions), 0.4, **fixed_costs(), kv_pages=600)
     submit_six(bench)
     bench.finish()
     counters = bench.engine.roster.counters
@@ -422,9 +422,9 @@ def test_acceptance_and_time_saved_are_what_was_counted(model, monkeypatch, six)
     ("wrong", "costs", "drafts"),
     [(0.0, {1: 1.0, 72: 1.0}, True), (1.0, {1: 1.0, 72: 1.5}, False), (0.0, {1: 1.0, 72: 72.0}, False)],
 )
-def test_auto_drafts_while_it_pays(model, monkeypatch, six, wrong, costs, drafts):
+def test_auto_drafts_while_it_pays(model, six, wrong, costs, drafts):
     fields = {**fixed_costs(costs), "kv_pages": 600, "speculation": "auto"}
-    bench, _ = drafting(monkeypatch, model, recorded(six.completions), wrong, **fields)
+    bench, _ = drafting(model, recorded(six.completions), wrong, **fields)
     submit_six(bench)
     run_watched(bench)
     assert_same(bench, six)
