@@ -471,7 +471,7 @@ class Clock:
         return self.now_s
 
 
-async def run(sessions: TinkerSessions[Sized], session: str, name: str, size: int = 1) -> None:
+async def run(sessions: TinkerSessions, session: str, name: str, size: int = 1) -> None:
     """A request that ends at once."""
 
     async def work() -> Sized:
@@ -481,13 +481,13 @@ async def run(sessions: TinkerSessions[Sized], session: str, name: str, size: in
     await asyncio.sleep(0)
 
 
-def kept(sessions: TinkerSessions[Sized], *names: str) -> list[bool]:
+def kept(sessions: TinkerSessions, *names: str) -> list[bool]:
     return [sessions.known(name, b"") for name in names]
 
 
 def test_results_that_were_read_make_room_first() -> None:
     async def check() -> None:
-        sessions: TinkerSessions[Sized] = TinkerSessions(Clock(), most_bytes=30)
+        sessions = TinkerSessions(Clock(), most_bytes=30)
         session = sessions.create()
         for name in "abc":
             await run(sessions, session, name, 10)
@@ -507,7 +507,7 @@ def test_a_result_that_is_too_large_to_keep_is_an_error() -> None:
     """Status 410 would have its client sample again, and again."""
 
     async def check() -> None:
-        sessions: TinkerSessions[Sized] = TinkerSessions(Clock(), most_bytes=4096)
+        sessions = TinkerSessions(Clock(), most_bytes=4096)
         session = sessions.create()
         await run(sessions, session, "a", 1000)
 
@@ -525,7 +525,7 @@ def test_a_result_that_is_too_large_to_keep_is_an_error() -> None:
 
 async def failed(error: Exception, held: list[weakref.ref[Sized]]) -> tuple[HttpError, bool]:
     """The outcome of a request that waits and fails, and whether what it held is free while the outcome is kept."""
-    sessions: TinkerSessions[Sized] = TinkerSessions(Clock())
+    sessions = TinkerSessions(Clock())
 
     async def failing() -> Sized:
         prompt = Sized(1)
@@ -557,7 +557,7 @@ def test_a_fault_is_logged_whether_its_client_asks_or_not(caplog: pytest.LogCapt
 def test_a_silent_client_loses_its_requests_and_results() -> None:
     async def check() -> None:
         clock, cancelled = Clock(), asyncio.Event()
-        sessions: TinkerSessions[Sized] = TinkerSessions(clock)
+        sessions = TinkerSessions(clock)
         silent, other = sessions.create(), sessions.create()
         sessions.add(TinkerSampler(f"{silent}:0", silent, "ones", None, None))
 
@@ -592,7 +592,7 @@ def test_a_silent_client_loses_its_requests_and_results() -> None:
 def test_a_result_that_no_client_fetches_is_dropped() -> None:
     async def check() -> None:
         clock = Clock()
-        sessions: TinkerSessions[Sized] = TinkerSessions(clock)
+        sessions = TinkerSessions(clock)
         session = sessions.create()
         await run(sessions, session, "a")
         while clock.now_s < RESULT_S:

@@ -31,7 +31,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal, Protocol
 
 import ray
@@ -473,12 +473,12 @@ class RayFleet(Closing):
 
 
 def _state_of(worker: _Worker, leaving: bool) -> FleetWorker:
-    started = worker.started
+    endpoint, pid, node = (None, None, None) if worker.started is None else astuple(worker.started)
     return FleetWorker(
         state="leaving" if leaving else worker.state,
-        endpoint=None if started is None else started.endpoint,
-        pid=None if started is None else started.pid,
-        node=None if started is None else started.node,
+        endpoint=endpoint,
+        pid=pid,
+        node=node,
         version=worker.version,
         restarts=worker.restarts,
         problem=worker.problem,

@@ -108,7 +108,7 @@ async def sampler(request: HttpRequest[Any]) -> dict[str, Any]:
     return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
 
 
-def _sessions(request: HttpRequest[Any]) -> TinkerSessions[SampleAnswer]:
+def _sessions(request: HttpRequest[Any]) -> TinkerSessions:
     return request.gateway.state(TinkerSessions)
 
 
@@ -164,7 +164,7 @@ async def retrieve(request: HttpRequest[ResultBody]) -> Response:
     failed has status 200 and an `error`.
     """
     name = request.body.request_id
-    answer: SampleAnswer | HttpError | None = await _sessions(request).ended(name, _POLL_S)
+    answer = await _sessions(request).ended(name, _POLL_S)
     if answer is None:
         return _json(_waiting(request.gateway, name), 408)
     if isinstance(answer, HttpError):

@@ -18,8 +18,9 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+from rollout_gateway.dialects.tinker.answers import SampleAnswer
 from rollout_gateway.http.http_errors import HttpError, bad_request, http_error
 from rollout_gateway.requests.http_request import DialectState
 
@@ -29,17 +30,6 @@ MOST_BYTES = 1 << 30
 _MOST_SESSIONS, _MOST_SAMPLERS = 65_536, 4096  # the limits of all sessions, and of one
 _LOOK_S = 5.0
 _ERROR_BYTES = 1024
-
-
-class Result(Protocol):
-    """The outcome of a request."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of memory."""
-
-
-R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +54,25 @@ class TinkerSession:
 
 
 @dataclass(slots=True)
-class SampleRequest(Generic[R]):
+class SampleRequest:
     """One request of a session. `digest`: of what it asks for. `task`: gives its result, or its error as a value."""
 
     id: str
     session: str
     digest: bytes
-    task: asyncio.Task[R | HttpError]
+    task: asyncio.Task[SampleAnswer | HttpError]
     ended_s: float = 0.0
     size: int = 0
 
 
-class TinkerSessions(DialectState, Generic[R]):
+class TinkerSessions(DialectState):
     """All sessions. The methods belong to one event loop. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, most_bytes: int = MOST_BYTES) -> None:
         self._clock = clock
         self._most_bytes = most_bytes
         self._sessions: dict[str, TinkerSession] = {}
-        self._requests: dict[str, SampleRequest[R]] = {}
+        self._requests: dict[str, SampleRequest] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()  # requests, in the order of their ends
         self._read: OrderedDict[str, None] = OrderedDict()  # the results that were read, the oldest first
         self._bytes = 0
@@ -149,7 +139,7 @@ class TinkerSessions(DialectState, Generic[R]):
             raise bad_request("this number belongs to another request of the sampler; send the next one", "seq_id")
         return found is not None
 
-    async def start(self, name: str, session: str, digest: bytes, work: Coroutine[Any, Any, R]) -> None:
+    async def start(self, name: str, session: str, digest: bytes, work: Coroutine[Any, Any, SampleAnswer]) -> None:
         """Run a request. Raises the error of one that the gateway refuses before a worker has it."""
         request = SampleRequest(name, session, digest, asyncio.ensure_future(self._outcome(work)))
         self._requests[name] = request
@@ -164,7 +154,7 @@ class TinkerSessions(DialectState, Generic[R]):
                 self._sessions.pop(session, None)
             raise outcome
 
-    async def _outcome(self, work: Coroutine[Any, Any, R]) -> R | HttpError:
+    async def _outcome(self, work: Coroutine[Any, Any, SampleAnswer]) -> SampleAnswer | HttpError:
         """The result of a request, or its error without the trace: the frames of a trace keep the whole request."""
         try:
             found = await work
@@ -177,7 +167,7 @@ class TinkerSessions(DialectState, Generic[R]):
             return bad_request(f"{message}; ask for fewer samples, tokens or log-probs")
         return found
 
-    async def ended(self, name: str, within_s: float) -> R | HttpError | None:
+    async def ended(self, name: str, within_s: float) -> SampleAnswer | HttpError | None:
         """The outcome of a request that has ended, which counts as read; None if it does not end within the time.
 
         Raises `HttpError` (410) if the request is not known or was cancelled.
@@ -200,7 +190,7 @@ class TinkerSessions(DialectState, Generic[R]):
         if name in self._requests:
             self._drop(name)
 
-    def _end(self, request: SampleRequest[R]) -> None:
+    def _end(self, request: SampleRequest) -> None:
         """Count the result of a request that has just ended."""
         if self._requests.get(request.id) is not request:
             return

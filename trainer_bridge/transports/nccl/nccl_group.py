@@ -214,26 +214,20 @@ class BroadcastGroup:
         options.rootRank, options.rootTensor = root, 0
         options.timeout = self._timeout
         poll_s = _LANDED_POLL_S if self._stream is None else _LANDED_POLL_GPU_S
-        try:
+        with _group_errors():
             return Pending(self._backend.broadcast([data], options), self._arrivals, self._timeout, poll_s)
-        except RuntimeError as error:
-            raise GroupError(first_line(error)) from error
 
     def warm_up(self) -> None:
         """Add up one number of each member. On a GPU it runs on the current stream. Raises `GroupError`."""
         options = dist.AllreduceOptions()
         options.timeout = self._timeout
-        try:
+        with _group_errors():
             self._backend.allreduce([torch.zeros(1, device=self.device)], options).wait()
-        except RuntimeError as error:
-            raise GroupError(first_line(error)) from error
 
     def send(self, data: torch.Tensor, to: int, tag: int = 0) -> None:
         """Send bytes of host memory to one member; gloo only; any thread. Raises `GroupError`."""
-        try:
+        with _group_errors():
             self._backend.send([data], to, tag).wait(self._timeout)
-        except RuntimeError as error:
-            raise GroupError(first_line(error)) from error
 
     def receive(self, out: torch.Tensor, sender: int, timeout_s: float, tag: int = 0) -> None:
         """Receive bytes of host memory from one member; gloo only; any thread, for tags of its own.
@@ -244,16 +238,12 @@ class BroadcastGroup:
 
     def begin_receive(self, out: torch.Tensor, sender: int, tag: int = 0) -> Callable[[float], None]:
         """`receive` in two steps: the sender need not wait for the second, which takes the time limit."""
-        try:
+        with _group_errors():
             work = self._backend.recv([out], sender, tag)
-        except RuntimeError as error:
-            raise GroupError(first_line(error)) from error
 
         def wait(timeout_s: float) -> None:
-            try:
+            with _group_errors():
                 work.wait(timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                raise GroupError(first_line(error)) from error
 
         return wait
 
@@ -329,14 +319,12 @@ class Pending:
             time.sleep(self._poll_s)
 
     def _done(self) -> bool:
-        try:
+        with _group_errors():
             if self._event is not None:
                 return self._event.query()
             if not self._work.is_completed():
                 return False
             self._work.wait(self._timeout)  # raises the error, if any
-        except RuntimeError as error:
-            raise GroupError(first_line(error)) from error
         return True
 
 
@@ -353,6 +341,15 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _group_errors() -> Iterator[None]:
+    """Torch's errors as `GroupError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(first_line(error)) from error
 
 
 def first_line(error: BaseException) -> str:
