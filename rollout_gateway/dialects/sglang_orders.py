@@ -1,10 +1,10 @@
 """SGLang's orders to workers, and its views of them: pauses, memory, versions, loads."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rollout_gateway.http.bodies import Body
 from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.orders.worker_orders import PauseMode
+from rollout_gateway.orders.worker_orders import MemoryTag, PauseMode
 from rollout_gateway.requests import admin
 from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
 
@@ -14,15 +14,11 @@ class PauseBody(Body):
 
     may_be_empty: ClassVar = True
 
-    mode: str = "abort"
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
     @property
     def order(self) -> PauseMode:
-        """The mode of the pause. Raises `HttpError` for an unknown one."""
-        modes: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
-        if self.mode not in modes:
-            raise bad_request(f"use {', '.join(modes)}", "mode")
-        return modes[self.mode]
+        return "abort" if self.mode == "abort" else "keep"
 
 
 class AbortBody(Body):
@@ -39,7 +35,7 @@ class MemoryBody(Body):
 
     may_be_empty: ClassVar = True
 
-    tags: list[str] | None = None
+    tags: list[MemoryTag] | None = None
 
 
 async def abort(request: HttpRequest[AbortBody]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from rollout_gateway.http.bodies import Body, Query, Truth
-from rollout_gateway.http.http_errors import bad_request
-from rollout_gateway.orders.worker_orders import PauseMode
+from rollout_gateway.orders.worker_orders import MemoryTag, PauseMode
 from rollout_gateway.requests import admin
 from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpRequest
 
@@ -16,18 +15,13 @@ from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpReque
 class PauseQuery(Query):
     """The parameters of `/pause`."""
 
-    mode: str = "abort"
+    mode: PauseMode = "abort"
     clear_cache: str = ""
     wait_for_inflight_requests: Truth = False
 
     @property
     def order(self) -> PauseMode:
-        """The mode of the pause. Raises `HttpError` for an unknown one."""
-        modes: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
-        mode = "wait" if self.wait_for_inflight_requests else self.mode
-        if mode not in modes:
-            raise bad_request("use abort, wait or keep", "mode")
-        return modes[mode]
+        return "wait" if self.wait_for_inflight_requests else self.mode
 
 
 class SleepQuery(Query):
@@ -35,13 +29,13 @@ class SleepQuery(Query):
 
     level: Literal["0", "1", "2"] = "1"
     mode: str = ""
-    tags: list[str] = []
+    tags: list[MemoryTag] = []
 
 
 class WakeQuery(Query):
     """The parameters of `/wake_up`."""
 
-    tags: list[str] = []
+    tags: list[MemoryTag] = []
 
 
 async def resume(request: HttpRequest[Any]) -> None:

@@ -15,6 +15,7 @@ from rollout_gateway.workers.workers import STATUS_S, Workers
 from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 
 PauseMode = Literal["abort", "wait", "keep"]
+MemoryTag = Literal["weights", "kv_cache"]
 #: Brings weights to the workers at these endpoints, as this version.
 Publish = Callable[[int, Sequence[str]], Awaitable[None]]
 _VERSION_END = 2**62
@@ -56,16 +57,14 @@ class WorkerOrders:
     async def is_paused(self) -> bool:
         return any(status["state"] == "paused" for status in await self._workers.known(fresh=True))
 
-    async def sleep(self, level: int, tags: list[str] | None = None) -> None:
+    async def sleep(self, level: int, tags: Sequence[MemoryTag] | None = None) -> None:
         """Give the device's memory back: weights and KV together."""
-        _check_tags(tags)
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise bad_request("a worker releases weights and KV together: name both tags, or none", "tags")
         await self._order_lasting("sleep", level=level)
 
-    async def wake(self, tags: list[str] | None = None) -> None:
-        """Take all memory again, whichever tag is named first; awake workers stay as they are."""
-        _check_tags(tags)
+    async def wake(self) -> None:
+        """Take all memory again; awake workers stay as they are."""
         self._workers.lasting_order = None
         await self._order("wake")
 
@@ -199,12 +198,6 @@ class WorkerOrders:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-
-
-def _check_tags(tags: list[str] | None) -> None:
-    unknown = sorted(set(tags or ()) - {"weights", "kv_cache"})
-    if unknown:
-        raise bad_request(f"the tag {unknown[0]!r:.80} is unknown; use weights or kv_cache", "tags")
 
 
 def _version(given: Any) -> int:

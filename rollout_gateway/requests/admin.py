@@ -18,8 +18,8 @@ async def pause(request: HttpRequest[Any]) -> None:
 
 
 async def wake_up(request: HttpRequest[Any]) -> None:
-    """Allocate it again."""
-    await request.gateway.orders.wake(request.body.tags)
+    """Allocate it again, whichever tag is named first."""
+    await request.gateway.orders.wake()
 
 
 class AdapterBody(Body):
