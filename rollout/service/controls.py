@@ -1,7 +1,7 @@
 """Control messages: orders to the engine's loop and to the weight receiver, and their replies.
 
     pause, resume, sleep, ...   Command with a token  ==> inbox ==> loop ==> Done or Failed with it --> reply
-    load_adapter                folder --AdapterLoads--> PutAdapter with a token, as above
+    load_adapter                folder --SlowAnswers--> PutAdapter with a token, as above
     weights                     header --> receiver --> any thread --post--> reply
     shutdown, now               Shutdown("now") ==> engine, and all drains end with it
     shutdown, drain             after the prompts in preparation: Shutdown("drain") ==> engine;  after `drain_s`:
@@ -21,17 +21,19 @@ from typing import Any, Literal
 from rollout.engine.messages.to_engine import Command, DropAdapter, Pause, PutAdapter, Resume, Shutdown, Sleep, WakeUp
 from rollout.engine.messages.to_service import Done, Failed
 from rollout.models.lora_slots import AdapterWeights
-from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
+from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import WeightControl
 from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.requests import schema as requests
 from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.intake import PreparedPrompt
+from rollout.service.slow_answers import SlowAnswers
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
 from trainer_bridge.wire.errors import BadRequest, Overloaded, RolloutError
 
 _MAX_WAITING = 1024  # control messages without a reply
+_MAX_LOADS = 64  # messages about adapters in folders without a reply
 _MAX_WEIGHTS_WAITING = 64  # weights messages without a reply; each may hold a manifest
 
 
@@ -58,7 +60,8 @@ class Controls:
         self._answer = answer
         self._refuse = refuse
         self._sleep = sleep
-        self._adapters = None if adapters is None else AdapterLoads(adapters, post)
+        self._adapters = adapters
+        self._loads = SlowAnswers("adapters", _MAX_LOADS, post, refuse)
         self._receiver = receiver
         self._tokens = count(1)
         self._waiting: dict[int, ReplyAddress] = {}
@@ -81,7 +84,7 @@ class Controls:
             case requests.LoadAdapterMessage():
                 self._load_adapter(peer, message)
             case requests.UnloadAdapterMessage():
-                self._adapter_loads()
+                self._adapter_folders()
                 self._inbox.put(DropAdapter(message.name, self.token(peer)))
 
     def token(self, peer: ReplyAddress, ended: Callable[[], None] | None = None) -> int:
@@ -123,12 +126,11 @@ class Controls:
 
     def waiting(self) -> list[ReplyAddress]:
         """Orders without a reply, except for weights messages, which the receiver answers itself."""
-        return [*self._waiting.values(), *(self._adapters.waiting() if self._adapters is not None else ())]
+        return [*self._waiting.values(), *self._loads.waiting()]
 
     def close(self) -> None:
         """Drop orders that have not begun."""
-        if self._adapters is not None:
-            self._adapters.close()
+        self._loads.close()
 
     def _check_sleeps(self, op: str) -> None:
         if not self._sleep:
@@ -142,9 +144,9 @@ class Controls:
         def put(weights: AdapterWeights) -> None:
             self._inbox.put(PutAdapter(message.name, weights, message.version, self.token(peer)))
 
-        self._adapter_loads().load(peer, message.path, put, self._refuse)
+        self._loads.begin(peer, self._adapter_folders().reading(message.path), put)
 
-    def _adapter_loads(self) -> AdapterLoads:
+    def _adapter_folders(self) -> AdapterFolders:
         if self._adapters is None:
             raise BadRequest(
                 "this worker does not offer adapters; start it with --adapter-slots N (engine.adapter_slots)",

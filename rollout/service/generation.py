@@ -30,7 +30,7 @@ from rollout.engine.messages.to_service import Delta, Flushed, Rejected, Request
 from rollout.process.logs import request_fields
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight
-from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
+from rollout.service.delivery.replies import as_error, error_reply, ok_reply, result_reply
 from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
 from rollout.service.delivery.waiters import Delivery, Position, Waiter, received_positions
 from rollout.service.fork_sources import ForkSources
@@ -142,14 +142,10 @@ class Generation:
 
         def answer(future: Future[PreparedPrompt | None]) -> None:
             self._pending_bytes -= size
-            error = future.exception()
-            if isinstance(error, RolloutError):
-                self._connections.send(peer, encode(error_reply(peer.id, error)))
-            elif error is not None:
-                logger.error("images could not be kept", exc_info=error, extra=peer.request_fields)
-                self._connections.send(peer, encode(error_reply(peer.id, _internal())))
-            else:
-                self._connections.send(peer, encode(ok_reply(peer.id)))
+            reply = ok_reply(peer.id)
+            if (error := future.exception()) is not None:
+                reply = error_reply(peer.id, as_error(error, "images could not be kept", peer.request_fields))
+            self._connections.send(peer, encode(reply))
 
         self._preparation.keep(client, message.media, answer)
 
@@ -267,11 +263,11 @@ class Generation:
         try:
             self._handle(entry, event)
         # A fault in one request must not end the service.
-        except Exception:
-            logger.exception("a request failed in the service", extra=request_fields(*entry.name))
+        except Exception as error:
+            failure = as_error(error, "a request failed in the service", request_fields(*entry.name))
             if entry.key in self._by_key:
                 self._inbox.put(Cancel(entry.key))
-                self._fail(entry, _internal())
+                self._fail(entry, failure)
 
     def _handle(self, entry: InFlight, event: Delta | RequestDone | Rejected | Flushed) -> None:
         match event:
@@ -406,15 +402,11 @@ class Generation:
                 self._count_source(entry, prepared.prompt)
             request = self._intake.build(entry.key, entry.message, prepared, elapsed_s)
             entry.completions = [self._intake.completion(entry.message, request, index) for index in range(request.n)]
-        except RolloutError as error:
-            if error.code == "internal":
-                logger.error("a prompt could not be prepared", extra=request_fields(*entry.name) | {"why": str(error)})
-            self._fail(entry, error)
-            return
         # A fault of ours (in the tokenizer, say) ends this request alone.
-        except Exception:
-            logger.exception("a request could not be prepared", extra=request_fields(*entry.name))
-            self._fail(entry, _internal())
+        except Exception as error:
+            if isinstance(error, InternalError):
+                logger.error("a prompt could not be prepared", extra=request_fields(*entry.name) | {"why": str(error)})
+            self._fail(entry, as_error(error, "a request could not be prepared", request_fields(*entry.name)))
             return
         entry.request = request
         if request.prompt.media:
@@ -540,7 +532,3 @@ class RetryEstimate:
             return _UNKNOWN_S
         each_s = (now_s - self._ended_s[0]) / len(self._ended_s)
         return min(max(waiting / 2 * each_s, _LEAST_S), _MOST_S)
-
-
-def _internal() -> RolloutError:
-    return InternalError("a fault in the worker; its log has the trace under this id")

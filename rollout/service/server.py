@@ -29,7 +29,7 @@ from rollout.service.capabilities import ServedEngine, ServedModel, WorkerAddres
 from rollout.service.connections import Connections, Disconnects, ReplyAddress
 from rollout.service.controls import Controls, Shutdowns
 from rollout.service.delivery.mismatch_reports import Compare, MismatchReports, compare_result
-from rollout.service.delivery.replies import error_reply, ok_reply
+from rollout.service.delivery.replies import as_error, error_reply, ok_reply
 from rollout.service.generation import Generation
 from rollout.service.leases import client_key
 from rollout.service.requests import schema as requests
@@ -115,7 +115,7 @@ class Server:
             connections=self._connections,
             worker=worker.name,
         )
-        self._reports = MismatchReports(settings.constants, self.outbox.post, self._reply, compare)
+        self._reports = MismatchReports(settings.constants, self.outbox.post, self._reply, self._send_error, compare)
         self._controls = Controls(
             engine.inbox,
             self.outbox.post,
@@ -260,12 +260,9 @@ class Server:
             self._dispatch(peer, header, frames)
         except WireError as error:
             self._send_error(peer, BadMessage(str(error)))
-        except RolloutError as error:
-            self._send_error(peer, error)
         # A fault of ours must not end the service for other clients.
-        except Exception:
-            logger.exception("a message failed in the service", extra=peer.request_fields)
-            self._send_error(peer, InternalError("a fault in the worker; its log has the trace"))
+        except Exception as error:
+            self._send_error(peer, as_error(error, "a message failed in the service", peer.request_fields))
 
     def _dispatch(self, peer: ReplyAddress, header: dict[str, Any], frames: list[bytes]) -> None:
         message = requests.parse_request(header)
@@ -290,8 +287,7 @@ class Server:
             case requests.AckMessage():
                 self._generation.ack(peer, client, message)
             case requests.ReportMessage():
-                stored = self._generation.result_of(client, message.target)
-                self._reports.take(peer, message, stored, self._send_error)
+                self._reports.take(peer, message, self._generation.result_of(client, message.target))
             case requests.StatusMessage():
                 preparing = self._background.waiting
                 self._reply(peer, self._worker_status.reply(peer.id, self._generation, preparing, message.sequences))

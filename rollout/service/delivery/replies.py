@@ -1,7 +1,8 @@
 """The headers of replies; `docs/reference/protocol.md` lists them."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,8 +13,10 @@ from rollout.engine.messages.to_service import RequestDone
 from rollout.service.capabilities import ServedModel
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
 from trainer_bridge.wire.columns import TOKEN_COLUMNS
-from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.errors import InternalError, RolloutError
 from trainer_bridge.wire.errors import error_reply as error_fields
+
+logger = logging.getLogger(__name__)
 
 
 def ok_reply(request_id: str) -> dict[str, Any]:
@@ -24,6 +27,14 @@ def ok_reply(request_id: str) -> dict[str, Any]:
 def error_reply(request_id: str, error: RolloutError) -> dict[str, Any]:
     """The reply to a message that was refused or failed."""
     return _header("error", request_id) | error_fields(error)
+
+
+def as_error(error: BaseException, what: str, fields: Mapping[str, Any]) -> RolloutError:
+    """The error of a reply. Another exception is a fault of ours, for the log; `what` happened to `fields`."""
+    if isinstance(error, RolloutError):
+        return error
+    logger.error(what, exc_info=error, extra=fields)
+    return InternalError("a fault in the worker; its log has the trace under this id")
 
 
 def chunk_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from rollout.ranks.adapters import AdapterCopies, RankAdapters
 from rollout.ranks.orders import OrderWriter
 from rollout.ranks.reports import LaneReport, RankReports
 from rollout.ranks.ring import RingReader, RingWriter, SharedMemory
-from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
+from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.connections import ReplyAddress
+from rollout.service.slow_answers import SlowAnswers
 from rollout.weights.adapter_updates import AdapterTarget
 from tests.support.bridge.harness import Worker
 from tests.support.engine.streams import InlineDevice
@@ -446,13 +447,13 @@ def test_a_refused_load_leaves_nothing_to_the_collector(start: Any, made: Any) -
     def read(folder: Path, asked_s: float) -> AdapterWeights:
         return load_peft_folder(folder, shard, 4, torch.float32, packer=group.adapters, asked_s=asked_s)
 
-    loads = AdapterLoads(AdapterFolders(folder.parent, read), posted.put)
-    refusals: list[str] = []
+    folders, refusals = AdapterFolders(folder.parent, read), []
+    loads = SlowAnswers("adapters", 64, posted.put, lambda _, error: refusals.append(f"{error}"))
     peer = ReplyAddress(b"a", False, "1")
     gc.disable()
     try:
         for _ in range(3):
-            loads.load(peer, folder.name, lambda _: None, lambda _, error: refusals.append(f"{error}"))
+            loads.begin(peer, folders.reading(folder.name), lambda _: None)
             until(lambda: group.carry_out() or not posted.empty(), "the refusal")
             finish = posted.get()
             finish()
