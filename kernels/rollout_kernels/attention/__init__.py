@@ -1,7 +1,7 @@
 """Attention over a paged KV cache.
 
 paged                  the ops and their torch twins: writing keys and values, decode, prefill
-triton_decode          decode on a GPU: one query a row; `triton_decode_fp8` is its kernel for e4m3 caches
+triton_decode          decode on a GPU: one query a row; `triton_decode_fp8` is its part for caches of codes
 triton_decode_plan     how the contexts of a decode step are split over the programs of its grid
 segments               what rows of a decode step share, found from how many positions neighbours have in common
 triton_decode_combine  what a program does with its results, and how the results of one row are combined

@@ -5,7 +5,7 @@ of tiles of the row's context. The query heads of a KV head are the rows of the 
 rows share pages, an item has several rows, whose query heads fill a larger tile. Scores are float32, in base 2.
 `triton_decode_combine` says what happens to an item's result; it never depends on timing.
 
-For caches of e4m3 codes the kernel is in `triton_decode_fp8`.
+For caches of codes, items are computed in `triton_decode_fp8`.
 
 The host reads nothing, and the grid depends only on the plan's shapes, so a captured graph stays valid while contexts
 grow. Hidden positions are never loaded, so data that other sequences left there does not matter.
@@ -38,7 +38,7 @@ from rollout_kernels.attention.triton_decode_combine import (
     weigh,
     work_arguments,
 )
-from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
+from rollout_kernels.attention.triton_decode_fp8 import attend_codes
 from rollout_kernels.attention.triton_decode_plan import ROWS_BY_HEAD, DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
 
@@ -54,11 +54,12 @@ _HEADS_APART = 4
 
 
 class _Inputs(NamedTuple):
-    """The inputs of `_attend` in a kernel. `k_base` and `v_base` point to the KV head in the first page."""
+    """The inputs of `_attend` in a kernel. The bases point to the KV head in the first page."""
 
     q_ptr: Any
     k_base: Any
     v_base: Any
+    scale_base: Any  # None without codes
     sinks_ptr: Any
     table_ptr: Any
     lens_ptr: Any
@@ -74,12 +75,14 @@ class _Inputs(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "window", "stride_table"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, log_sum_ptr, items_ptr, first_ptr, slots_ptr,
-    arrivals_ptr, lens_ptr,
+    q_ptr, k_ptr, v_ptr, scales_ptr, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, log_sum_ptr, items_ptr,
+    first_ptr, slots_ptr, arrivals_ptr, lens_ptr,
     rows, scale_log2, softcap_log2, window,
     stride_q_row, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
+    """For codes, `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
@@ -87,8 +90,11 @@ def _decode_kernel(
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
+    scale_base = scales_ptr
+    if scales_ptr is not None:
+        scale_base += kv_head * PAGE_SIZE
     given = _Inputs(
-        q_ptr, k_base, v_base, sinks_ptr, table_ptr, lens_ptr, scale_log2, softcap_log2, window,
+        q_ptr, k_base, v_base, scale_base, sinks_ptr, table_ptr, lens_ptr, scale_log2, softcap_log2, window,
         stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
     )  # fmt: skip
     to = ResultPointers(out_ptr, part_ptr, lse_ptr, log_sum_ptr, slots_ptr, arrivals_ptr, rows)
@@ -96,17 +102,28 @@ def _decode_kernel(
         item = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M or item.sharing > 1:
             sharing = item.sharing
-            _attend(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N)
+            _attend(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N, INT8)
         else:  # one row's heads alone: a smaller tile is faster
-            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, BLOCK_OWN, BLOCK_N)
+            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, BLOCK_OWN, BLOCK_N, INT8)
 
 
 @triton.jit
 def _attend(
     given, to, item, sharing, kv_head,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
+    if given.scale_base is not None:
+        attend_codes(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N, INT8)
+    else:
+        _attend_plain(given, to, item, sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _attend_plain(
+    given, to, item, sharing, kv_head,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     D: tl.constexpr = HEADS.D
     GROUP: tl.constexpr = HEADS.GROUP
     BLOCK_D: tl.constexpr = HEADS.BLOCK_D
@@ -229,20 +246,17 @@ def decode_attention(
     block_i = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
     sizes = DecodeHeads(heads, dim, group, block_g, block_d, block_i, config.fused)
     results = empty_results(q_BHD, sizes, work, log_sum_BH)
-    caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
-    third: torch.Tensor | None = sinks_H
-    factors: tuple[float | None, ...] = score_factors(scale, softcap)
-    if scales_P2GS is not None:
+    caches, int8 = (k_cache_PSGD, v_cache_PSGD), v_cache_PSGD.dtype == torch.int8
+    if coded:
         assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
         assert softcap is None and sinks_H is None
         caches = (k_cache_PSGD.view(torch.int32), v_cache_PSGD.view(torch.int32))  # four codes a word
-        third, factors = scales_P2GS, factors[:1]
-        variants = {"INT8": v_cache_PSGD.dtype == torch.int8}
-    (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
-        q_BHD, *caches, third, page_table_BP, *work_arguments(results, work), context_lens_B, rows, *factors,
-        window, q_BHD.stride(0), q_BHD.stride(1), *caches[0].stride()[:3], page_table_BP.stride(0),
-        HEADS=sizes, PAGE_SIZE=page_size, BLOCK_M=max(config.block_m, block_g),
-        BLOCK_OWN=max(config.block_own or config.block_m, block_g), BLOCK_N=config.block_n, num_warps=config.num_warps,
-        num_stages=config.num_stages, maxnreg=config.max_registers, **follow_options(q_BHD.device), **variants,
+    _decode_kernel[(kv_heads, shares)](
+        q_BHD, *caches, scales_P2GS, sinks_H, page_table_BP, *work_arguments(results, work), context_lens_B, rows,
+        *score_factors(scale, softcap), window, q_BHD.stride(0), q_BHD.stride(1), *caches[0].stride()[:3],
+        page_table_BP.stride(0),
+        HEADS=sizes, PAGE_SIZE=page_size, BLOCK_M=max(config.block_m, block_g), BLOCK_N=config.block_n, INT8=int8,
+        BLOCK_OWN=max(config.block_own or config.block_m, block_g), num_warps=config.num_warps,
+        num_stages=config.num_stages, maxnreg=config.max_registers, **follow_options(q_BHD.device),
     )  # fmt: skip
     return combine_parts(results, sizes, work)

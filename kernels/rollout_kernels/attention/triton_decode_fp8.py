@@ -1,4 +1,4 @@
-"""The decode attention kernel for caches of codes: as in `triton_decode`, plus a scale for each token and KV head.
+"""Decode attention over caches of codes: as in `triton_decode`, plus a scale for each token and KV head.
 
 The kernel reads four codes at a time, as one word. The bytes j of all words are the elements j, j + 4, j + 8, ... of a
 head. One matrix product handles one j; queries and results are split in the same way, so no data has to be permuted.
@@ -23,14 +23,12 @@ Legend: N positions of a tile, D head dimension, P pages, G KV heads, S page siz
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from rollout_kernels.attention.triton_decode_combine import HIDDEN, ResultPointers, read_item, store_item
+from rollout_kernels.attention.triton_decode_combine import HIDDEN, store_item
 from rollout_kernels.common.triton_fp8 import operand
-from rollout_kernels.common.triton_math import INTERPRETED, dot, follow, narrow
+from rollout_kernels.common.triton_math import INTERPRETED, dot, narrow
 
 #: Converts two words to byte j of both, as two f16 values, for j = 0 to 3.
 _BYTES = tl.constexpr(
@@ -49,24 +47,6 @@ _INT8_BYTES = tl.constexpr(
 )
 _ROOM = tl.constexpr(2.0**15)  # factor of weights: f16 overflows at twice that
 _LEAST_UNIT = tl.constexpr(2.0**-126)  # the device's logarithms and powers flush smaller numbers to zero
-
-
-class _Inputs(NamedTuple):
-    """The inputs of `_attend` in a kernel. The bases point to the KV head in the first page."""
-
-    q_ptr: Any
-    k_base: Any
-    v_base: Any
-    scale_base: Any
-    table_ptr: Any
-    lens_ptr: Any
-    scale_log2: Any
-    window: Any
-    stride_q_row: Any
-    stride_q_head: Any
-    stride_page: Any
-    stride_slot: Any
-    stride_table: Any
 
 
 @triton.jit
@@ -111,42 +91,12 @@ def _queries(at, is_q, unit_1M, dtype: tl.constexpr):
     return narrow(q / unit_1M, dtype)
 
 
-@triton.jit(do_not_specialize=["rows", "window", "stride_table"])
-def decode_codes_kernel(
-    q_ptr, k_ptr, v_ptr, scales_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, log_sum_ptr, items_ptr, first_ptr,
-    slots_ptr, arrivals_ptr, lens_ptr,
-    rows, scale_log2, window,
-    stride_q_row, stride_q_head, stride_page, stride_slot, stride_kv_head, stride_table,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_N: tl.constexpr,
-    INT8: tl.constexpr,
-):  # fmt: skip
-    """Like `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words. INT8: values are int8."""
-    kv_head = tl.program_id(0)
-    share = tl.program_id(1)
-    k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
-    v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
-    follow()
-    first = tl.load(first_ptr + share)
-    last = tl.load(first_ptr + share + 1)
-    given = _Inputs(
-        q_ptr, k_base, v_base, scales_ptr + kv_head * PAGE_SIZE, table_ptr, lens_ptr, scale_log2, window,
-        stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
-    )  # fmt: skip
-    to = ResultPointers(out_ptr, part_ptr, lse_ptr, log_sum_ptr, slots_ptr, arrivals_ptr, rows)
-    for i in range(first, last):
-        item = read_item(items_ptr, i)
-        if BLOCK_OWN == BLOCK_M or item.sharing > 1:
-            _attend(given, to, item, item.sharing, kv_head, HEADS, PAGE_SIZE, BLOCK_M, BLOCK_N, INT8)
-        else:  # one row's heads alone: a smaller tile is faster
-            _attend(given, to, item, 1, kv_head, HEADS, PAGE_SIZE, BLOCK_OWN, BLOCK_N, INT8)
-
-
 @triton.jit
-def _attend(
+def attend_codes(
     given, to, item, sharing, kv_head,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """One item, for the `BLOCK_M` query heads of its `sharing` rows. `given` is `_Inputs`, `to` a `ResultPointers`."""
+    """One item, as `_attend` of `triton_decode`, but `k_base`, `v_base` and their strides count words."""
     H: tl.constexpr = HEADS.H
     D: tl.constexpr = HEADS.D
     GROUP: tl.constexpr = HEADS.GROUP

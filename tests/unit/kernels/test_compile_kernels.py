@@ -54,7 +54,7 @@ MORE_CASES = {
         32,
         90,
         {"_search_kernel", "_merge_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel"}
-        | {"decode_codes_kernel", "_plan_kernel"},
+        | {"_decode_kernel", "_plan_kernel"},
     ),
     "drafts": Case(
         ["dense, 32 rows: set drafts up", "dense, 32 rows: accept drafts"], 32, 90, {"_set_up_kernel", "_accept_kernel"}
