@@ -516,7 +516,7 @@ def _section(metric: Metric) -> str:
 _FALLBACK_NEXT = """
 ## Next
 
-- DeepSeek-V4: compressed keys in cache classes of their own, routers with tables of integers, quantized checkpoints.
+- DeepSeek-V4: quantized checkpoints, layers for multi-token prediction, less memory for tokens outside the window.
 - MiniMax-M3 with images; today its language model alone, saved as `MiniMaxM3VLForCausalLM`.
 - Qwen4-exp: its indexer keeps positions as well as keys.
 """

@@ -10,7 +10,7 @@ from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import obstacle, supports
 from rollout.models.language_model import LanguageModel
 from rollout.models.layers import Linear
-from rollout.models.spec import AttentionSpec
+from rollout.models.spec import ENTRY_TOKENS, AttentionSpec, CompressedSpec
 
 
 def check_model(engine: EngineSettings, model: LanguageModel) -> None:
@@ -22,6 +22,8 @@ def check_model(engine: EngineSettings, model: LanguageModel) -> None:
             if isinstance(mixer, AttentionSpec) and mixer.blocks and mixer.blocks.size % engine.page_size:
                 size = mixer.blocks.size
                 raise ValueError(f"page_size ({engine.page_size}) must be a divisor of index_block_size ({size})")
+            if isinstance(mixer, CompressedSpec) and engine.page_size % ENTRY_TOKENS:
+                raise ValueError(f"page_size ({engine.page_size}) must be a multiple of {ENTRY_TOKENS} for this model")
         _check_format(engine, model)
         _check_activations(engine, model)
         _check_deterministic(engine, model)

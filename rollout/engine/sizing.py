@@ -194,7 +194,7 @@ def kv_dtype(settings: EngineSettings, model: LanguageModel, target: DeviceTarge
     if isinstance(model, Decoder) and any(isinstance(layer.mixer, LatentSpec) for layer in model.spec.layers):
         raise ValueError(f"kv_dtype = {asked} is not possible for latent attention: use auto")
     if isinstance(model, Decoder) and model.spec.indexed_layers:
-        raise ValueError(f"kv_dtype = {asked} is not possible for attention that chooses blocks: use auto")
+        raise ValueError(f"kv_dtype = {asked} is not possible for attention that chooses blocks or entries: use auto")
     odd = next((dim for shape in model.spec.kv_shapes for dim in (shape.k_dim, shape.v_dim) if dim % 4), None)
     if target.kind == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = {asked} needs a head dimension that is a multiple of 4, not {odd}: use auto")

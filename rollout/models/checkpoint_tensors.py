@@ -27,6 +27,7 @@ from rollout.models.names import Region, all_views, check_names
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INTEGERS = ("I32", "I64")  # types of tables
 _NAMES_SHOWN = 8
 _COMPARED_VALUES = 1 << 22  # at once
 
@@ -160,7 +161,11 @@ def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Seque
         if stored.shape != whole_shape(views[name])
     ]
     readable = {*_DTYPES, "MXFP4", "FP8_BLOCK"}
-    types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in readable]
+    types = [
+        f"{name} {stored.dtype}"
+        for name, stored in wanted.items()
+        if stored.dtype not in (_INTEGERS if views[name].dtype == torch.int64 else readable)
+    ]
     problems: dict[str, Sequence[str]] = {
         "missing": check.missing,
         f"not part of {architecture}": check.unknown,

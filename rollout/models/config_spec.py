@@ -10,6 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rollout.checkpoint_folder import CheckpointError
 from rollout.models.families.declare import (
     BlocksFamily,
+    CompressedFamily,
     DeltaNetFamily,
     Family,
     If,
@@ -24,10 +25,13 @@ from rollout.models.families.declare import (
 from rollout.models.longrope import first_border, rope_maps
 from rollout.models.registry import check_supported, family_of
 from rollout.models.spec import (
+    ENTRY_TOKENS,
+    IN_COMPRESSOR,
     Activation,
     AttentionSpec,
     BlocksSpec,
     ClampedGLUSpec,
+    CompressedSpec,
     DeltaNetSpec,
     DenseSpec,
     DraftNames,
@@ -46,7 +50,9 @@ from rollout.models.spec import (
     RopeSpec,
     RouterSpec,
     StateMixerSpec,
+    StreamsSpec,
     TokenInputSpec,
+    WindowsSpec,
 )
 from rollout.models.vision_spec import TowerSpec
 
@@ -99,6 +105,7 @@ def spec_from_config(config: Any, architecture: str, tower: TowerSpec | None = N
         embed_scale=_number(config, family.embed_scale),
         embed_scale_rounded=family.embed_scale_rounded,
         token_inputs=_token_inputs(config, family),
+        streams=_streams(config, family.compressed),
         logit_divisor=_number(config, family.logit_divisor),
         logit_softcap=_value(config, family.logit_softcap),
         unit_offset=family.unit_offset,
@@ -157,6 +164,12 @@ def _token_inputs(config: Any, family: Family) -> TokenInputSpec | None:
     return TokenInputSpec(dim, vocab, _activation(config, family.activation))
 
 
+def _streams(config: Any, family: CompressedFamily | None) -> StreamsSpec | None:
+    if family is None:
+        return None
+    return StreamsSpec(*(_value(config, key) for key in (family.streams, family.stream_rounds, family.stream_eps)))
+
+
 def _mtp_prefixes(config: Any, family: Family) -> tuple[str, ...]:
     """The prefixes of the layers for multi-token prediction."""
     mtp = family.mtp
@@ -172,7 +185,7 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
     It is like the last layer of the model, with the attention of the last layer that has any.
     """
     mtp, prefixes, last = family.mtp, _mtp_prefixes(config, family), layers[-1]
-    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, KVMixerSpec)]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec | LatentSpec)]
     if mtp is None or not prefixes or not mixers:
         return None
     if isinstance(mixers[-1], LatentSpec) and (mixers[-1].indexer or mixers[-1].shares_choice):
@@ -207,12 +220,12 @@ def _mtp(config: Any, family: Family, layers: tuple[LayerSpec, ...]) -> DraftSpe
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
-    sparse, limits = (False,) * count, (None,) * count
+    sparse, limits, tables = (False,) * count, (None,) * count, (None,) * count
     if family.moe is not None:
-        sparse, limits = family.moe.sparse(config), family.moe.limits(config)
+        sparse, limits, tables = family.moe.sparse(config), family.moe.limits(config), family.moe.tables(config)
     indexer = None if family.latent is None else family.latent.indexer
     indexed: tuple[Any, ...] = (None,) * count
-    if chooser := indexer or family.blocks:
+    if chooser := indexer or family.blocks or family.compressed:
         indexed = chooser.kinds(config)
     each = (family.windows, family.ropes, family.chunks, family.growths)
     sources, widths = family.kv(config), family.widths(config)
@@ -225,7 +238,9 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     for mixer in set(mixers):
         window, kind, chunk, growth, index, source, of = mixer
         rope = ropes[kind, of]
-        if family.latent is None:
+        if family.compressed is not None:
+            attention[mixer] = _compressed(config, family.compressed, rope, window, index)
+        elif family.latent is None:
             spec = _attention(first[mixer], family, rope, window)
             blocks = _blocks(config, family.blocks, spec) if index and family.blocks else None
             attention[mixer] = replace(spec, chunk=chunk, growth=growth or spec.growth, kv=source, blocks=blocks)
@@ -263,12 +278,13 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
             raise ValueError("biases of feed-forward blocks are not supported in a model with a shared expert")
     scale = _number(config, family.residual_scale)
     layers = []
-    for mixer, is_linear, is_sparse, width, limit in zip(mixers, linear, sparse, widths, limits, strict=True):
+    each_layer = zip(mixers, linear, sparse, widths, limits, tables, strict=True)
+    for mixer, is_linear, is_sparse, width, limit, table in each_layer:
         block: MixerSpec = attention[mixer]
         names, norms = family.layer_names, family.norms
         if is_linear and family.linear is not None and states is not None:
             block, names, norms = states, family.linear.layer_names, family.linear.norms
-        feed_forward = replace(experts, limits=limit) if is_sparse and experts else dense[width]
+        feed_forward = replace(experts, limits=limit, table=table) if is_sparse and experts else dense[width]
         layers.append(LayerSpec(block, feed_forward, names, norms, scale, family.layer_factor))
     if family.mixers is None:
         return tuple(layers)
@@ -387,7 +403,6 @@ def _latent(config: Any, family: LatentFamily, rope: RopeSpec, growth: QueryGrow
         scale=(nope_dim + rope_dim) ** -0.5 * _yarn_score_factor(config),
         bias=bool(_value(config, family.bias)),
         eps=family.eps,
-        names=family.names,
         growth=growth,
         gate=family.gate,
     )
@@ -429,6 +444,40 @@ def _blocks(config: Any, family: BlocksFamily, attention: AttentionSpec) -> Bloc
     return spec
 
 
+def _compressed(
+    config: Any, family: CompressedFamily, rope: RopeSpec, window: int | None, windows: WindowsSpec | None
+) -> CompressedSpec:
+    q_rank, top, indexer = _value(config, family.q_rank), family.indexer, None
+    if windows is not None and windows.overlap:
+        heads, dim, top_k = (_value(config, key) for key in (top.heads, top.dim, top.top_k))
+        indexer = IndexerSpec(config.hidden_size, q_rank, heads, dim, top_k, top.interleaved, names=IN_COMPRESSOR)
+    if not window:
+        raise CheckpointError("sliding_window must be at least 1")
+    spec = CompressedSpec(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.head_dim,
+        q_rank,
+        _value(config, family.groups),
+        _value(config, family.o_rank),
+        rope,
+        window,
+        config.rms_norm_eps,
+        windows,
+        indexer,
+    )
+    if spec.heads % spec.groups:
+        raise CheckpointError(f"num_attention_heads ({spec.heads}) is not a multiple of o_groups ({spec.groups})")
+    least = spec.head_dim if indexer is None else min(spec.head_dim, indexer.dim)
+    if spec.head_dim % ENTRY_TOKENS or least % ENTRY_TOKENS or least < rope.width(spec.head_dim):
+        wanted = f"multiples of {ENTRY_TOKENS}, and at least the dimensions that turn"
+        raise ValueError(f"head_dim ({spec.head_dim}) and index_head_dim ({least}) must be {wanted}")
+    if windows is not None and (windows.tokens % ENTRY_TOKENS or (indexer and windows.tokens > ENTRY_TOKENS)):
+        raise ValueError(f"compress_rates must be multiples of {ENTRY_TOKENS}, and {ENTRY_TOKENS} with an indexer")
+    _check_width(rope, spec.head_dim)
+    return spec
+
+
 def _dense(config: Any, family: Family, times: int = 1) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
     activation = _activation(config, family.activation) if family.limit is None else "clamped"
@@ -447,6 +496,10 @@ def _activation(config: Any, key: Key) -> Activation:
 
 def _moe(config: Any, family: MoEFamily, activation: Activation) -> MoESpec:
     grouped = _is_grouped(config, family)
+    if family.bounds_gates:
+        if activation != "silu":
+            raise ValueError("hidden_act must be silu where gates are bounded")
+        activation = "bounded_silu"
     spec = MoESpec(
         hidden=config.hidden_size,
         experts=_value(config, family.experts),

@@ -16,6 +16,7 @@ from torch import nn
 from rollout.models.apart_experts import ApartExperts
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.chosen_blocks import BlockAttention
+from rollout.models.compressed import CompressedAttention
 from rollout.models.dealt_rows import deal, mixed
 from rollout.models.delta_net import DeltaNet
 from rollout.models.draft_head import DraftHead
@@ -30,13 +31,16 @@ from rollout.models.layers import (
     Linear,
     RMSNorm,
     Rope,
+    RunExperts,
     SparseFeedForward,
     StepContext,
     float32_product,
 )
 from rollout.models.mamba2 import Mamba2
 from rollout.models.names import Region, all_views, one_name, with_spellings
+from rollout.models.residual_streams import ResidualStreams
 from rollout.models.spec import (
+    CompressedSpec,
     DeltaNetSpec,
     FeedForwardSpec,
     KimiDeltaSpec,
@@ -51,7 +55,7 @@ from rollout.models.spec import (
 )
 from rollout.models.vision import VisionTower
 
-MixerBlock = Attention | LatentAttention | DeltaNet | KimiDelta | Mamba2
+MixerBlock = Attention | LatentAttention | CompressedAttention | DeltaNet | KimiDelta | Mamba2
 FeedForwardBlock = DenseFeedForward | SparseFeedForward
 _STATE_BLOCKS = {DeltaNetSpec: DeltaNet, KimiDeltaSpec: KimiDelta, Mamba2Spec: Mamba2}
 
@@ -83,6 +87,9 @@ class DecoderLayer(Block):
         rest = build.plain if spec.only_experts_coded else build
         self.mixer = None if layer.mixer is None else _mixer(spec, index, layer.mixer, rest)
         inputs = spec.token_inputs
+        streams = spec.streams
+        self.mixer_streams = None if streams is None else ResidualStreams(spec, streams, build)
+        self.feed_forward_streams = None if streams is None else ResidualStreams(spec, streams, build)
         self.token_input = None if inputs is None else TokenInput(spec, inputs, index, build)
         self.factor = None if layer.factor is None else build.empty(1)
         feed_forward = layer.feed_forward
@@ -108,14 +115,19 @@ class DecoderLayer(Block):
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
         if self.mixer is not None:
-            x_TH = self._add(x_TH, self.mixer, self.mixer_norms, context)
+            x_TH = self._add(x_TH, self.mixer, self.mixer_norms, self.mixer_streams, context)
         if self.feed_forward is not None:
-            x_TH = self._add(x_TH, self.feed_forward, self.feed_forward_norms, context)
+            x_TH = self._add(x_TH, self.feed_forward, self.feed_forward_norms, self.feed_forward_streams, context)
         if self.token_input is not None:
             x_TH = x_TH + self.token_input(x_TH, context)
         return x_TH if self.factor is None else x_TH * self.factor
 
-    def _add(self, x_TH: torch.Tensor, block: Block, norms: Norms, context: StepContext) -> torch.Tensor:
+    def _add(
+        self, x_TH: torch.Tensor, block: Block, norms: Norms, streams: ResidualStreams | None, context: StepContext
+    ) -> torch.Tensor:
+        if streams is not None and norms.before is not None:
+            read_TH, weights = streams.read(x_TH)
+            return streams.write(x_TH, block(norms.before(read_TH), context).value(), *weights)
         scale = self.spec.residual_scale
         normed_TH = x_TH if norms.before is None else norms.before(x_TH)
         if context.own is not None and block is self.mixer:
@@ -136,6 +148,9 @@ class DecoderLayer(Block):
         if self.feed_forward_norm is not None:
             also = (names.feed_forward_norm, names.also_feed_forward_norm)
             regions.append(_norm_region(prefix, also, self.feed_forward_norm))
+        if self.mixer_streams is not None and self.feed_forward_streams is not None:
+            regions += self.mixer_streams.regions(f"{prefix}attn_hc.")
+            regions += self.feed_forward_streams.regions(f"{prefix}ffn_hc.")
         if self.token_input is not None:
             regions += self.token_input.regions(prefix)
         if self.factor is not None:  # a buffer of transformers' layer: trainers may send parameters alone
@@ -206,6 +221,9 @@ def _mixer(spec: ModelSpec, index: int, mixer: MixerSpec, build: Build) -> Mixer
         block: Any = _STATE_BLOCKS[type(mixer)]
         return block(mixer, index, spec.state_layers.index(index), build.plain)
     kv_index, rope = spec.kv_index(index), spec.ropes.index(mixer.turned)
+    if isinstance(mixer, CompressedSpec):
+        key_index = None if mixer.windows is None else spec.key_index(index)
+        return CompressedAttention(mixer, index, kv_index, key_index, rope, build)
     if isinstance(mixer, LatentSpec):
         return LatentAttention(mixer, index, kv_index, rope, build)
     if mixer.blocks is not None:
@@ -252,6 +270,7 @@ class Decoder(Block):
         self.lm_head = self.embed if spec.tied else build.empty(kept, spec.hidden)
         rounded = torch.tensor(spec.embed_scale, dtype=dtype).item() if spec.embed_scale_rounded else spec.embed_scale
         self.embed_scale = rounded
+        self.last_streams = None if spec.streams is None else ResidualStreams(spec, spec.streams, build, last=True)
         inputs = spec.token_inputs
         self.token_inputs = None if inputs is None else TokenInputs(spec, inputs, build)
         self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
@@ -261,7 +280,9 @@ class Decoder(Block):
             self.draft = DraftHead(spec.draft, len(spec.kv_shapes) - 1, spec.vocab, build._replace(group=ONE_RANK))
 
     @torch.inference_mode()
-    def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
+    def forward(
+        self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache, run_experts: RunExperts | None = None
+    ) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
         x_TH = self.embedded(token_ids_T)
         images = batch.images
@@ -269,9 +290,13 @@ class Decoder(Block):
             x_TH = images.replace_in(x_TH)
         cos_sin = tuple(rope(batch.rotary_positions) for rope in self.ropes)
         inputs_TLD = None if self.token_inputs is None else self.token_inputs(token_ids_T, x_TH)
-        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv, token_inputs_TLD=inputs_TLD)
+        context = StepContext(
+            cos_sin, batch.kv_slots_T.long(), batch, kv, run_experts, inputs_TLD, token_ids_T=token_ids_T
+        )
         if not kv.whole:
             context = deal(context)
+        if self.spec.streams is not None:
+            x_TH = x_TH.repeat(1, self.spec.streams.number)
         taps = batch.taps
         for index, layer in enumerate(self.layers):
             if taps is not None:
@@ -281,7 +306,7 @@ class Decoder(Block):
                 x_TH = images.add_after(index, x_TH)
         if taps is not None:
             taps.take(len(self.layers), x_TH)
-        return self.norm(x_TH)
+        return self.norm(x_TH if self.last_streams is None else self.last_streams.read(x_TH)[0])
 
     @property
     def embedding(self) -> Embedding:
@@ -320,6 +345,8 @@ class Decoder(Block):
         for index, layer in enumerate(self.layers):
             regions += layer.regions(names.layer.format(index))  # type: ignore[operator]
         regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
+        if self.last_streams is not None:
+            regions += self.last_streams.regions("model.hc_head.hc_")
         if self.token_inputs is not None:
             regions += self.token_inputs.regions()
         if not self.spec.tied:

@@ -29,6 +29,7 @@ from rollout_kernels.linear.table import Kind, linear_config
 from rollout.models.batch import AttentionBatch, LayerKV
 from rollout.models.spec import (
     AttentionSpec,
+    CompressedSpec,
     DeltaNetSpec,
     DenseSpec,
     LatentSpec,
@@ -102,8 +103,8 @@ def check_deterministic(spec: ModelSpec) -> None:
             reason = "its experts work on a narrower state, or have norms of their own"
         if dense is not None and dense.activation not in ("silu", "gelu_tanh"):
             reason = "its feed-forward blocks have another activation than SiLU or GELU with tanh"
-        if isinstance(mixer, LatentSpec):
-            reason = "it has latent attention"
+        if isinstance(mixer, LatentSpec | CompressedSpec):
+            reason = "it has latent attention, or attention to entries of windows"
             break
         if isinstance(mixer, AttentionSpec):
             if layer.factor or mixer.value_norm or mixer.kv != "own" or mixer.chunk is not None:

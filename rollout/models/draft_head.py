@@ -176,7 +176,7 @@ class DraftHead(Block):
             residual_TH = block.down_proj.add_to(residual_TH, gated(block.gate_up_proj.product(y_TH)))
         else:
             assert run_experts is not None
-            residual_TH = residual_TH + run_experts(block, y_TH, None)
+            residual_TH = residual_TH + run_experts(block, y_TH, None, None)
         return norm(residual_TH, None, self.norm) if self.spec.joined else residual_TH
 
     def _normed(self, x_TH: torch.Tensor, parts_STH: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:

@@ -214,6 +214,8 @@ class FusedDecoder:
         """Run one step: writes its KV, returns hidden states after the final norm, of all or only wanted tokens."""
         model = self._model
         self._begin(len(token_ids_T))
+        if model.spec.streams is not None:
+            return model.forward(token_ids_T, batch, kv, None if self._experts is None else self._experts.output)
         first, *others = self._ropes
         residual_TH, cos_sin = self._embed(token_ids_T, batch, first)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T

@@ -35,7 +35,7 @@ from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import shared_products
-from rollout.models.layers import SharedExpert, SparseFeedForward
+from rollout.models.layers import Chosen, SharedExpert, SparseFeedForward
 from rollout.models.spec import MoESpec
 
 
@@ -187,10 +187,20 @@ class FusedExperts:
         x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps, unit_offset=offset)
         return residual_TH, self._weighted(block, x_TH, self._routing(block, x_TH, kept))
 
-    def output(self, block: SparseFeedForward, x_TH: torch.Tensor, kept: ExpertRecord | None) -> torch.Tensor:
-        """The output of one block for the normalised `x_TH`, [T, H]; the router writes to `kept` if given."""
+    def output(
+        self,
+        block: SparseFeedForward,
+        x_TH: torch.Tensor,
+        kept: ExpertRecord | None,
+        given: Chosen | None = None,
+    ) -> torch.Tensor:
+        """The output of one block for the normalised `x_TH`, [T, H]; the router writes to `kept` if given.
+
+        A block with a table has its experts `given`.
+        """
         x_TH = x_TH.contiguous()
-        parts_STH = self._weighted(block, x_TH, self._routing(block, x_TH, kept))
+        routing = self._routing(block, x_TH, kept) if given is None else Routing(given[1].int(), given[0].float())
+        parts_STH = self._weighted(block, x_TH, routing)
         return sum_of_parts(parts_STH, x_TH.dtype)
 
     def _routing(self, block: SparseFeedForward, x_TH: torch.Tensor, kept: ExpertRecord | None) -> Routing:

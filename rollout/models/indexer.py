@@ -14,7 +14,7 @@ positions of a context, K chosen tokens, Q query heads, L what the cache keeps o
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,15 +81,8 @@ class Indexer(Block):
         """The tokens that a step's tokens attend to; None: all tokens before them."""
         if batch.max_context <= self.spec.top_k:
             return None
-        page_size, top_k = keys_PS1D.shape[1], self.spec.top_k
-        heads = 1 if keys_PS1D.is_cuda else self.spec.heads  # the kernel keeps no products by head
-        slots = []
-        for tokens, row, count in spans(batch, heads * -(-batch.max_context // page_size) * page_size):
-            positions_T, pages_XP = batch.positions_T[tokens], batch.page_table_BP[row, : -(-count // page_size)]
-            table_TP = pages_XP.expand(len(positions_T), -1)
-            given = (queries.q_THD[tokens], queries.weights_TH[tokens], keys_PS1D, table_TP, positions_T)
-            scores_TC = index_scores(*given)
-            best_TK = scores_TC.topk(min(top_k, scores_TC.shape[1]), dim=1).indices  # what is not seen comes last
+        page_size, top_k, slots = keys_PS1D.shape[1], self.spec.top_k, []
+        for table_TP, best_TK in best_positions(queries, batch, keys_PS1D, batch.positions_T, top_k, page_size):
             slots_TK = table_TP.gather(1, best_TK // page_size) * page_size + best_TK % page_size
             slots.append(F.pad(slots_TK.int(), (0, top_k - best_TK.shape[1])))
         return Choice(torch.cat(slots), (batch.positions_T + 1).clamp(max=top_k).int())
@@ -117,6 +110,21 @@ class _LayerNorm(Block):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+def best_positions(
+    queries: IndexQueries, batch: AttentionBatch, keys_PS1D: torch.Tensor, last_T: torch.Tensor, top_k: int, a_page: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For tokens that are scored at once, in turn: their page tables, and the places of the keys with the best scores.
+
+    `last_T` are the places of the last keys that tokens see; later ones come last. A page has `a_page` tokens.
+    """
+    heads = 1 if keys_PS1D.is_cuda else queries.q_THD.shape[1]  # the kernel keeps no products by head
+    for tokens, row, count in spans(batch, heads * -(-batch.max_context // a_page) * keys_PS1D.shape[1]):
+        pages_XP = batch.page_table_BP[row, : -(-count // a_page)]
+        table_TP = pages_XP.expand(len(last_T[tokens]), -1)
+        scores_TC = index_scores(queries.q_THD[tokens], queries.weights_TH[tokens], keys_PS1D, table_TP, last_T[tokens])
+        yield table_TP, scores_TC.topk(min(top_k, scores_TC.shape[1]), dim=1).indices
+
+
 def spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | int, int]]:
     """Tokens that are scored at once, their row or rows, and a bound on their contexts.
 
@@ -134,17 +142,32 @@ def spans(batch: AttentionBatch, values: int) -> Iterator[tuple[slice, slice | i
 
 
 def chosen_attention(
-    q_TQL: torch.Tensor, cache_PS1L: torch.Tensor, choice: Choice, batch: AttentionBatch, *, rank: int, scale: float
+    q_TQL: torch.Tensor,
+    cache_PS1L: torch.Tensor,
+    choice: Choice,
+    batch: AttentionBatch,
+    *,
+    rank: int,
+    scale: float,
+    log_sum_TQ: torch.Tensor | None = None,
+    plan_of: Any = "chosen tokens",
 ) -> torch.Tensor:
-    """Attention of a step's absorbed queries over chosen tokens: sums of latents, [T, Q, R]."""
+    """Attention of a step's absorbed queries over chosen tokens: sums of latents, [T, Q, R].
+
+    `log_sum_TQ` is as in `paged_decode_attention`. Layers with equal counts share plans, by `plan_of`.
+    """
     tokens_N11L, count = cache_PS1L.flatten(0, 1)[:, None], choice.slots_TK.shape[1]
     bytes_of_one = count * (cache_PS1L.shape[3] * cache_PS1L.element_size() + q_TQL.shape[1] * 4)
     most = ABSORBED_AT_ONCE if q_TQL.is_cuda else max(1, AT_ONCE_BYTES // bytes_of_one)
     out: list[torch.Tensor] = []
-    for q_tQL, slots_tK, counts_t in zip(q_TQL.split(most), *(part.split(most) for part in choice), strict=True):
+    log_sums = [None] * len(q_TQL.split(most)) if log_sum_TQ is None else log_sum_TQ.split(most)
+    for q_tQL, log_sum_tQ, slots_tK, counts_t in zip(
+        q_TQL.split(most), log_sums, *(part.split(most) for part in choice), strict=True
+    ):
         where = (slots_tK, counts_t)
         make = partial(plan_latent_decode, slots_tK, counts_t, tokens_N11L, heads=q_TQL.shape[1], max_context=count)
         # On a GPU it follows from the counts, which all layers share; on a CPU it has the chosen tokens.
-        plan = batch.shared(("plan of chosen tokens", len(out), q_TQL.shape[1]), make) if q_TQL.is_cuda else make()
-        out.append(latent_decode_attention(q_tQL, tokens_N11L, *where, rank=rank, scale=scale, plan=plan))
+        plan = batch.shared(("plan", plan_of, len(out), q_TQL.shape[1]), make) if q_TQL.is_cuda else make()
+        how: dict[str, Any] = {"rank": rank, "scale": scale, "plan": plan, "log_sum_BH": log_sum_tQ}
+        out.append(latent_decode_attention(q_tQL, tokens_N11L, *where, **how))
     return torch.cat(out)

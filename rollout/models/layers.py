@@ -118,8 +118,15 @@ def route_by_sigmoid(
     return _route_by_scores(logits_TE.float().sigmoid(), bias_E, router)
 
 
+def route_by_sqrtsoftplus(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec, experts_TK: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest square roots of softplus, or the given ones, weighted by these (DeepSeek-V4)."""
+    return _route_by_scores(F.softplus(logits_TE.float()).sqrt(), bias_E, router, experts_TK)
+
+
 def _route_by_scores(
-    scores_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+    scores_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec, experts_TK: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if router.groups > 1:
@@ -127,7 +134,7 @@ def _route_by_scores(
         sums_TG = choice_TGE.topk(router.group_best, dim=-1).values.sum(-1)
         taken_TG = torch.zeros_like(sums_TG).scatter_(1, sums_TG.topk(router.top_groups, dim=-1).indices, 1.0)
         choice_TE = choice_TGE.masked_fill(taken_TG[..., None] == 0, -math.inf).flatten(1)
-    experts_TK = choice_TE.topk(router.top_k, dim=-1).indices
+    experts_TK = choice_TE.topk(router.top_k, dim=-1).indices if experts_TK is None else experts_TK
     weights_TK = scores_TE.gather(1, experts_TK)
     if router.renormalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True).clamp_min(router.least_sum) + 1e-20)
@@ -135,7 +142,11 @@ def _route_by_scores(
 
 
 #: Scoring functions by the router's spec. They read nothing on the host, so that steps can be captured.
-ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax, "sigmoid": route_by_sigmoid}
+ROUTES: dict[Scoring, Route] = {
+    "softmax": route_by_softmax,
+    "sigmoid": route_by_sigmoid,
+    "sqrtsoftplus": route_by_sqrtsoftplus,
+}
 
 
 class Build(NamedTuple):
@@ -197,9 +208,11 @@ class Block(nn.Module):
         return self.forward(*args)
 
 
-#: From a sparse block, its normalised input [T, H] and the step's record of experts to its output, [T, H]. Of a shard
-#: it is this rank's part of a sum.
-RunExperts = Callable[["SparseFeedForward", torch.Tensor, ExpertRecord | None], torch.Tensor]
+#: Weights and experts of each token, [T, K] each.
+Chosen = tuple[torch.Tensor, torch.Tensor]
+#: From a sparse block, its normalised input [T, H], the record of experts, and the experts of a block that has a table,
+#: to its output, [T, H]. Of a shard it is this rank's part of a sum.
+RunExperts = Callable[["SparseFeedForward", torch.Tensor, ExpertRecord | None, Chosen | None], torch.Tensor]
 
 
 class StepContext(NamedTuple):
@@ -211,6 +224,7 @@ class StepContext(NamedTuple):
     kv: KVCache
     run_experts: RunExperts | None = None  # runs sparse blocks in the place of their own code
     token_inputs_TLD: torch.Tensor | None = None  # the inputs of layers that are made of tokens
+    token_ids_T: torch.Tensor | None = None  # ids for blocks with a table of experts
     own: OwnTokens | None = None  # this rank's tokens, if rows are dealt to ranks
 
 
@@ -657,8 +671,11 @@ class SparseFeedForward(Block):
         logits = spec.experts + self.shared_choices.gated
         self.router = build.empty(logits, spec.hidden)
         self.router_bias: nn.Parameter | None = None
-        if spec.router.bias:
+        if spec.router.bias and spec.table is None:
             self.router_bias = build.empty(spec.experts, dtype=torch.float32)
+        self.table_VK: nn.Parameter | None = None  # the experts of each token, where the router does not choose them
+        if spec.table is not None:
+            self.table_VK = build.empty(spec.table, spec.router.top_k, dtype=torch.int64)
         self.logit_bias: nn.Parameter | None = None
         if spec.router.logit_bias:
             self.logit_bias = build.empty(spec.experts)
@@ -710,13 +727,20 @@ class SparseFeedForward(Block):
             return F.linear(x_TH.float(), self.router.float(), self.logit_bias)
         return F.linear(x_TH, self.router, self.logit_bias)
 
-    def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_experts(
+        self, logits_TE: torch.Tensor, record: ExpertRecord | None, token_ids_T: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one.
 
         Shared experts that are stored with the others come last, and do not go to the record.
         """
         router, experts = self.spec.router, self.spec.experts
-        weights_TK, experts_TK = ROUTES[router.scoring](logits_TE[:, :experts], self.router_bias, router)
+        if self.table_VK is None:
+            weights_TK, experts_TK = ROUTES[router.scoring](logits_TE[:, :experts], self.router_bias, router)
+        else:
+            assert token_ids_T is not None, "the decoder knows them"
+            given_TK = self.table_VK.index_select(0, token_ids_T)
+            weights_TK, experts_TK = route_by_sqrtsoftplus(logits_TE[:, :experts], None, router, given_TK)
         weights_TK = self.weighed(weights_TK, experts_TK)
         if record is not None:
             record.layer(self.sparse_index, len(logits_TE)).copy_(experts_TK)
@@ -727,6 +751,10 @@ class SparseFeedForward(Block):
         shared_N = torch.arange(experts, experts + count, dtype=experts_TK.dtype, device=experts_TK.device)
         weights_TK = torch.cat((weights_TK, last_T1.expand(tokens, count)), dim=1)
         return weights_TK, torch.cat((experts_TK, shared_N.expand(tokens, count)), dim=1)
+
+    def _chosen(self, x_TH: torch.Tensor, context: StepContext) -> Chosen:
+        logits_TE = self.logits(self.router_input(x_TH))
+        return self.choose_experts(logits_TE, context.batch.experts, context.token_ids_T)
 
     def _kept(self, experts_TK: torch.Tensor) -> torch.Tensor:
         """The places of experts in this rank's memory; experts of other ranks have no place."""
@@ -758,8 +786,10 @@ class SparseFeedForward(Block):
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
         if context.run_experts is not None:
-            return Computed(self.group.all_reduce(context.run_experts(self, x_TH, context.batch.experts)))
-        weights_TK, experts_TK = self.choose_experts(self.logits(self.router_input(x_TH)), context.batch.experts)
+            given = None if self.table_VK is None else self._chosen(x_TH, context)
+            y_TH = context.run_experts(self, x_TH, context.batch.experts, given)
+            return Computed(self.group.all_reduce(y_TH))
+        weights_TK, experts_TK = self._chosen(x_TH, context)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
@@ -828,6 +858,8 @@ class SparseFeedForward(Block):
         regions = [Region(tuple({f"{prefix}{name}.weight": router_EH} for name in names.router))]
         if self.logit_bias is not None:
             regions.append(Region(tuple({f"{prefix}{name}.bias": self.logit_bias.data} for name in names.router)))
+        if self.table_VK is not None:
+            regions.append(Region(({f"{prefix}{names.table}": self.table_VK.data},), kept_if_absent=True))
         if self.router_bias is not None:
             bias = self.router_bias.data[None] if names.bias_row else self.router_bias.data
             views = tuple({f"{prefix}{name}": bias} for name in names.router_bias)

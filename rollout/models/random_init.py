@@ -156,6 +156,9 @@ def _fill_parameter(name: str, parameter: torch.Tensor, spec: ModelSpec, generat
         parameter.uniform_(0.01, 16.0, generator=generator).log_()
     elif name.endswith("mixer.norm.weight"):  # the norm of linear attention: its weight never has 1 subtracted
         parameter.fill_(1.0)
+    elif name.endswith("table_VK"):  # other experts for each token, each once
+        assert spec.moe is not None
+        torch.arange(parameter.numel(), out=parameter.view(-1)).remainder_(spec.moe.experts)
     elif name.endswith((".factor", ".expert_factors")):
         parameter.fill_(1.0)
     elif name.endswith("norm.weight") or name.endswith("qk_norm_weight"):

@@ -47,14 +47,15 @@ _MADE_INTO_OTHERS = frozenset(
         *("rope_parameters", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
         *("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers"),
         *("full_attention_interval", "qk_head_dim", "no_rope_layer_interval", "global_attn_every_n_layers"),
-        *("mamba_expand",),
+        *("mamba_expand", "compress_rope_theta"),
     )
 )
 #: Keys that they turn into this key.
 _MADE_INTO: dict[str, frozenset[str]] = {
-    "mlp_layer_types": frozenset({"first_k_dense_replace"}),
+    "mlp_layer_types": frozenset({"first_k_dense_replace", "num_hash_layers"}),
     "per_layer_config": frozenset({"global_head_dim", "num_global_key_value_heads"}),
-    "layer_types": frozenset({"hybrid_override_pattern", "layers_block_type"}),
+    "layer_types": frozenset({"hybrid_override_pattern", "layers_block_type", "compress_ratios"}),
+    "compress_rates": frozenset({"compress_rate_csa", "compress_rate_hca"}),
     "linear_head_dim": frozenset({"linear_attn_config"}),
     "index_topk_blocks": frozenset({"sparse_attention_config"}),
     "indexer_types": frozenset({"index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"}),

@@ -21,6 +21,7 @@ from dataclasses import replace
 from rollout.config import AttentionSplit
 from rollout.models.spec import (
     AttentionSpec,
+    CompressedSpec,
     DeltaNetSpec,
     DenseSpec,
     FeedForwardSpec,
@@ -87,6 +88,8 @@ def _layer(layer: LayerSpec, shard: Shard, split: AttentionSplit) -> LayerSpec:
     mixer = layer.mixer
     if mixer is not None:
         mixer = _dealt(mixer) if split == "rows" else _mixer(mixer, shard)
+        if split == "context" and isinstance(mixer, CompressedSpec):
+            raise _CannotCutError("attention_split = context is not for attention to entries of windows: use heads")
         if split == "context" and isinstance(mixer, AttentionSpec | LatentSpec):
             mixer = _split_context(mixer)
     block = None if layer.feed_forward is None else _feed_forward(layer.feed_forward, shard)
@@ -95,7 +98,7 @@ def _layer(layer: LayerSpec, shard: Shard, split: AttentionSplit) -> LayerSpec:
 
 def _dealt(mixer: MixerSpec) -> MixerSpec:
     if not isinstance(mixer, AttentionSpec | LatentSpec):
-        raise _CannotCutError("attention_split = rows is not for layers with states: use heads")
+        raise _CannotCutError("attention_split = rows is not for layers with states or entries of windows: use heads")
     return replace(mixer, split="rows")
 
 
@@ -116,6 +119,10 @@ def _mixer(mixer: MixerSpec, shard: Shard) -> MixerSpec:
         return _attention(mixer, shard)
     if isinstance(mixer, LatentSpec):
         return _latent(mixer, shard)
+    if isinstance(mixer, CompressedSpec):
+        if mixer.groups % shard.size:
+            raise _CannotCutError(f"{mixer.groups} groups of heads (o_groups) are not a multiple of {shard.size}")
+        return replace(mixer, heads=mixer.heads // shard.size, groups=mixer.groups // shard.size, shard=shard)
     if isinstance(mixer, Mamba2Spec):
         return _mamba2(mixer, shard)
     return _linear(mixer, shard) if isinstance(mixer, DeltaNetSpec) else _kimi_delta(mixer, shard)

@@ -7,6 +7,7 @@ built from its own spec alone, so layers may differ in everything but the width 
       layers: LayerSpec, one a layer
         mixer          AttentionSpec                         mixes tokens, keeps KV by page
                        | LatentSpec                          mixes tokens, keeps a latent by page
+                       | CompressedSpec                      mixes tokens and windows of tokens, keeps both by page
                        | StateMixerSpec                      mixes tokens, keeps one state a row
         feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
 
@@ -37,9 +38,9 @@ QKNorm = Literal["none", "head", "unit", "full"]
 KVSource = Literal["own", "keys", "shared"]
 #: The activation of a gated feed-forward block: SiLU, GELU, or GELU with tanh in the place of erf. A block with the
 #: squared ReLU has no gate. `clamped` is the GLU of gpt-oss with an alpha of 1.702, and needs a limit.
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped"]
+Activation = Literal["silu", "bounded_silu", "gelu", "gelu_tanh", "relu2", "clamped"]
 #: Functions by which a router turns logits into the weights of experts.
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +313,11 @@ class AttentionSpec:
         """The KV of a token that it reads; the kernels take values as wide as keys."""
         return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
+    @property
+    def key_shape(self) -> KVShape | None:
+        """The room of a token besides."""
+        return None if self.blocks is None else KVShape(1, self.blocks.dim, 0)
+
 
 class LatentNames(NamedTuple):
     """Modules of a block of latent attention."""
@@ -334,6 +340,12 @@ class IndexerNames(NamedTuple):
     k: str = "self_attn.indexer.wk"
     k_norm: str = "self_attn.indexer.k_norm"
     weights: str = "self_attn.indexer.weights_proj"
+
+
+#: The same of an indexer that chooses entries of windows.
+IN_COMPRESSOR = IndexerNames(
+    q="self_attn.compressor.indexer.q_b_proj", weights="self_attn.compressor.indexer.scorer.weights_proj"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +455,84 @@ class LatentSpec:
     def kv_shape(self) -> KVShape:
         """The KV of a token: one head, whose values are the first dimensions of its key; then the indexer's key."""
         return KVShape(1, self.latent_dim, 0 if self.indexer is None else self.indexer.dim)
+
+
+class WindowsSpec(NamedTuple):
+    """The windows of tokens that a compressor makes entries of; see `rollout.models.compressed`."""
+
+    tokens: int  # tokens of a window
+    overlap: bool  # an entry is made of the window before as well
+
+
+#: Tokens of a page that share room for one entry of a window.
+ENTRY_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSpec:
+    """Attention to a window of tokens and to entries that stand for earlier windows; one head is key and value."""
+
+    hidden: int
+    heads: int
+    head_dim: int
+    q_rank: int
+    groups: int  # groups of neighbouring heads, whose outputs become `o_rank` values each
+    o_rank: int
+    rope: RopeSpec  # turns the last dimensions of a head
+    window: int  # tokens that a token sees, itself included
+    eps: float
+    windows: WindowsSpec | None = None  # None: there are no entries
+    indexer: IndexerSpec | None = None  # chooses entries; None: all take part
+    shard: Shard = WHOLE  # the heads and groups above are one rank's; keys and entries are whole on every rank
+    split: AttentionSplit = "heads"
+
+    @property
+    def raw(self) -> tuple[int, int]:
+        """Values and gates of a token, for the compressor of entries and for the indexer's."""
+        times = 0 if self.windows is None else 4 if self.windows.overlap else 2
+        return times * self.head_dim, 0 if self.indexer is None else times * self.indexer.dim
+
+    @property
+    def inputs(self) -> LinearSpec:
+        """The product of a token: the latent of its queries, its key, then values and gates of compressors."""
+        modules, widths = ["self_attn.q_a_proj", "self_attn.kv_proj"], [self.q_rank, self.head_dim]
+        for name, width in zip(("compressor", "compressor.indexer"), self.raw, strict=True):
+            modules += [f"self_attn.{name}.kv_proj", f"self_attn.{name}.gate_proj"] if width else []
+            widths += [width // 2] * 2 if width else []
+        return LinearSpec(self.hidden, tuple(modules), tuple(widths), False)
+
+    @property
+    def q_b(self) -> LinearSpec:
+        """The product that makes queries of their latent."""
+        width = self.heads * self.head_dim
+        return LinearSpec(self.q_rank, ("self_attn.q_b_proj",), (width,), False, (self.shard.cut(width),))
+
+    @property
+    def o_a(self) -> LinearSpec:
+        """The products that narrow the outputs of each group."""
+        inputs, width = self.heads * self.head_dim // self.groups, self.groups * self.o_rank
+        return LinearSpec(inputs, ("self_attn.o_a_proj",), (width,), False, (self.shard.cut(width),))
+
+    @property
+    def out(self) -> LinearSpec:
+        width = self.groups * self.o_rank
+        return LinearSpec(width, ("self_attn.o_b_proj",), (self.hidden,), False, (), self.shard.input_cut(width))
+
+    @property
+    def turned(self) -> tuple[RopeSpec, int]:
+        """Its rotary embedding, and the dimension of the heads that it is for."""
+        return self.rope, self.head_dim
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """Room of a token: its key and its share of entries; in the place of values its share of the indexer's."""
+        entry = self.head_dim // ENTRY_TOKENS if self.windows is not None else 0
+        return KVShape(1, self.head_dim + entry, self.indexer.dim // ENTRY_TOKENS if self.indexer is not None else 0)
+
+    @property
+    def key_shape(self) -> KVShape | None:
+        """The room of a token besides."""
+        return None if self.windows is None else KVShape(1, *self.raw)
 
 
 class StateSizes(NamedTuple):
@@ -766,7 +856,7 @@ class Mamba2Spec(StateMixer):
 
 
 #: Mixers that keep KV by page, and those that keep one state a row.
-KVMixerSpec = AttentionSpec | LatentSpec
+KVMixerSpec = AttentionSpec | LatentSpec | CompressedSpec
 StateMixerSpec = DeltaNetSpec | KimiDeltaSpec | Mamba2Spec
 MixerSpec = KVMixerSpec | StateMixerSpec
 
@@ -837,6 +927,7 @@ class MoENames(NamedTuple):
     router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
     router_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)  # alternatives; a tensor, no module
     bias_row: bool = False  # this tensor is a matrix of one row
+    table: str = "mlp.gate.tid2eid"  # a tensor, no module
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
@@ -897,6 +988,7 @@ class MoESpec:
     inner: int | None = None  # width of experts' inputs, if a product makes them of the token; None: the token's own
     apart: ApartNames | None = None  # the shared expert, the routed experts and the router have norms of their own
     eps: float = 0.0  # epsilon of norms of their own
+    table: int | None = None  # tokens of a table that says the experts of each; None: the router chooses them
     shard: Shard = WHOLE  # one rank's part of each expert's intermediate width, or of the experts
     whole_experts: bool = False  # a shard: it keeps some whole experts
 
@@ -954,7 +1046,13 @@ FeedForwardSpec = DenseSpec | MoESpec
 
 def _has_kv(mixer: MixerSpec | None) -> bool:
     """Whether a mixer keeps KV of its own."""
-    return isinstance(mixer, LatentSpec) or (isinstance(mixer, AttentionSpec) and mixer.kv != "shared")
+    return isinstance(mixer, KVMixerSpec) and not (isinstance(mixer, AttentionSpec) and mixer.kv == "shared")
+
+
+def _key_shapes(mixer: MixerSpec | None) -> tuple[KVShape, ...]:
+    """The room of a token beside a mixer's KV, if it keeps more."""
+    shape = mixer.key_shape if isinstance(mixer, AttentionSpec | CompressedSpec) else None
+    return () if shape is None else (shape,)
 
 
 # --- layers and the model --------------------------------------------------------------------------------------------
@@ -995,6 +1093,14 @@ class TokenInputSpec:
     vocab: int
     activation: Activation  # activation of the gate by which a layer weights its input
     names: TokenInputNames = TokenInputNames()
+
+
+class StreamsSpec(NamedTuple):
+    """Several residual streams in the place of one; see `rollout.models.residual_streams`."""
+
+    number: int
+    rounds: int  # how often the weights between streams are normalised
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -1077,7 +1183,7 @@ class DraftSpec:
     eps: float
     #: The target's layers before which the residual stream is read; the number of layers means after the last layer.
     taps: tuple[int, ...]
-    mixer: KVMixerSpec
+    mixer: AttentionSpec | LatentSpec
     feed_forward: FeedForwardSpec
     names: DraftNames
     joined: bool = False
@@ -1108,10 +1214,14 @@ class ModelNames(NamedTuple):
     lm_head: str = "lm_head"
     beginnings: Beginnings = ()  # beginnings of the names above
     parts: Beginnings = ()  # the same of parts inside of names
+    renamed: tuple[tuple[str, str], ...] = ()  # parts, and what files have for them; replaced in turn
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """All that files and updates may call a tensor or module of this name; files usually have the first."""
         names = _spellings(name, self.beginnings)
+        if self.renamed:
+            in_files = functools.reduce(lambda spelled, pair: spelled.replace(*pair), self.renamed, name)
+            names = tuple(dict.fromkeys((in_files, *names)))
         for part, others in self.parts:
             if part in name:
                 names = tuple(spelled.replace(part, other) for other in others for spelled in names)
@@ -1120,7 +1230,7 @@ class ModelNames(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that the decoder is built from. All mixtures of experts of a model are alike, except in limits."""
+    """Everything that the decoder is built from. All mixtures of experts are alike, except in limits and tables."""
 
     architecture: str
     hidden: int
@@ -1133,6 +1243,7 @@ class ModelSpec:
     embed_scale: float = 1.0  # factor of the embedding
     embed_scale_rounded: bool = False  # this factor is rounded to the model's dtype
     token_inputs: TokenInputSpec | None = None  # each layer adds a block of its own input
+    streams: StreamsSpec | None = None  # there are several residual streams
     logit_divisor: float = 1.0
     logit_softcap: float | None = None  # bounds the logits l: softcap tanh(l / softcap)
     unit_offset: bool = False  # the weights of all norms are stored less 1
@@ -1160,7 +1271,7 @@ class ModelSpec:
     def split(self) -> AttentionSplit:
         """The dimension that ranks divide in attention."""
         mixers = (layer.mixer for layer in self.layers)
-        return next((mixer.split for mixer in mixers if isinstance(mixer, AttentionSpec | LatentSpec)), "heads")
+        return next((mixer.split for mixer in mixers if isinstance(mixer, KVMixerSpec)), "heads")
 
     def vocab_of(self, rank: int) -> range:
         """The tokens that a rank of this shard's group keeps; the first ranks keep equally many.
@@ -1184,12 +1295,11 @@ class ModelSpec:
 
     @functools.cached_property
     def indexed_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that choose blocks, ascending: each has keys of its own beside its KV."""
-        mixers = (layer.mixer for layer in self.layers)
-        return tuple(index for index, m in enumerate(mixers) if isinstance(m, AttentionSpec) and m.blocks)
+        """Indices of the layers that choose blocks or compress windows: each keeps more of a token beside its KV."""
+        return tuple(index for index, layer in enumerate(self.layers) if _key_shapes(layer.mixer))
 
     def key_index(self, layer: int) -> int:
-        """The index of the keys by which a layer chooses blocks, in `kv_shapes`."""
+        """The index of what such a layer keeps, in `kv_shapes`."""
         return len(self.attention_layers) + self.indexed_layers.index(layer)
 
     def kv_index(self, layer: int) -> int:
@@ -1229,7 +1339,7 @@ class ModelSpec:
     def moe(self) -> MoESpec | None:
         """The experts of each sparse layer, whose limits may differ; None for a dense model."""
         sparse = (layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoESpec))
-        blocks = {replace(block, limits=block.limits and Limits(math.inf, math.inf)) for block in sparse}
+        blocks = {replace(b, limits=b.limits and Limits(math.inf, math.inf), table=None) for b in sparse}
         assert len(blocks) <= 1, "records of experts and plans of kernels are made for one kind of mixture"
         return next(iter(blocks), None)
 
@@ -1247,11 +1357,10 @@ class ModelSpec:
 
     @functools.cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """The KV of a token for each of `attention_layers`, the keys of `indexed_layers`, then of the draft model."""
+        """The KV of a token for each of `attention_layers`, what `indexed_layers` keep, then of the draft model."""
         mixers = (self.layers[index].mixer for index in self.attention_layers)
         shapes = tuple(mixer.kv_shape for mixer in mixers if isinstance(mixer, KVMixerSpec))
-        indexed = (self.layers[index].mixer for index in self.indexed_layers)
-        shapes += tuple(KVShape(1, m.blocks.dim, 0) for m in indexed if isinstance(m, AttentionSpec) and m.blocks)
+        shapes += tuple(shape for index in self.indexed_layers for shape in _key_shapes(self.layers[index].mixer))
         return shapes if self.draft is None else (*shapes, self.draft.mixer.kv_shape)
 
     @property

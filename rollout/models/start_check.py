@@ -37,7 +37,16 @@ from rollout.models.fallback.probe import probe_layers
 from rollout.models.families import FAMILIES
 from rollout.models.random_init import fill_random
 from rollout.models.registry import UnsupportedVariantError
-from rollout.models.spec import AttentionSpec, KVMixerSpec, LatentSpec, LayerSpec, ModelSpec, MoESpec
+from rollout.models.spec import (
+    ENTRY_TOKENS,
+    AttentionSpec,
+    CompressedSpec,
+    KVMixerSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+)
 from rollout.models.state_pool import StatePool
 from rollout.process.host_memory import available_bytes
 
@@ -138,7 +147,10 @@ def _compare(config: CheckpointConfig, spec: ModelSpec, tensors: Mapping[str, St
 def _without_limits(layer: LayerSpec) -> LayerSpec:
     """The layer as transformers' code computes it."""
     block = layer.feed_forward
-    if not isinstance(block, MoESpec) or block.activation == "clamped":  # transformers has the limits of these
+    if not isinstance(block, MoESpec) or block.activation in (
+        "bounded_silu",
+        "clamped",
+    ):  # transformers has these limits
         return layer
     return replace(layer, feed_forward=replace(block, limits=None))
 
@@ -209,7 +221,12 @@ def _with_layers(cls: Any, whole: Any, outline: Any, chosen: Sequence[int]) -> A
             setattr(text, name, [value[index] for index in chosen])
     text.num_hidden_layers = len(chosen)
     module = _module(cls, whole, _CPU)
+    own = _layers(module)
     module.get_decoder().layers = nn.ModuleList(layers[index] for index in chosen)
+    for layer, values in zip(_layers(module), own, strict=True):
+        for name in dict(values.named_buffers()).keys() - values.state_dict().keys():  # no checkpoint has these
+            path, _, last = name.rpartition(".")
+            layer.get_submodule(path).register_buffer(last, values.get_buffer(name), persistent=False)
     return module
 
 
@@ -298,13 +315,14 @@ def _logit_difference(model: Decoder, module: Any) -> float:
 def _logits(model: Decoder, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The logits after each token of a prompt, float32 [T, V]."""
     count = len(ids)
+    size = ENTRY_TOKENS if any(isinstance(layer.mixer, CompressedSpec) for layer in model.spec.layers) else 1
     states = StatePool.allocate(model.spec, 2, torch.float32, _CPU)
-    kv = KVCache.allocate(model.spec, 1 + count, 1, torch.float32, _CPU, states=states)
+    kv = KVCache.allocate(model.spec, 1 + count, size, torch.float32, _CPU, states=states)
     grown = any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.growth for layer in model.spec.layers)
     batch = AttentionBatch(
         positions_T=positions.int() if grown else torch.arange(count, dtype=torch.int32),
         rope_positions=positions.int(),
-        kv_slots_T=torch.arange(1, 1 + count, dtype=torch.int32),
+        kv_slots_T=torch.arange(size, size + count, dtype=torch.int32),
         page_table_BP=torch.arange(1, 1 + count, dtype=torch.int32)[None],
         context_lens_B=torch.tensor([count], dtype=torch.int32),
         max_context=count,

@@ -32,7 +32,7 @@ from triton.language.target_info import cuda_capability_geq
 
 #: Activations that the kernels have: SiLU, GELU with tanh in the place of erf, of values without a gate the squared
 #: ReLU, and of gates and values together, in experts, `rollout_kernels.norm_rope.elementwise.clamped`.
-Activation = Literal["silu", "gelu_tanh", "relu2", "clamped"]
+Activation = Literal["silu", "bounded_silu", "gelu_tanh", "relu2", "clamped"]
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 NANS = tl.constexpr(tl.PropagateNan.ALL)  # Bounds without it turn NaN into themselves on a GPU.
@@ -144,7 +144,7 @@ def clamped_glu(gate, up, alpha, limit):
 @triton.jit
 def activated(gate, ACTIVATION: tl.constexpr):
     """The `Activation` of float32 gates."""
-    if ACTIVATION == "silu":
+    if ACTIVATION == "silu" or ACTIVATION == "bounded_silu":
         return gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "relu2":
         gate = tl.maximum(gate, 0.0, NANS)
@@ -159,6 +159,8 @@ def gated(gate, up, limit, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
     """`rollout_kernels.gated` of float32 gates and values; without a limit `limit` has no meaning."""
     if ACTIVATION == "clamped":
         return clamped_glu(gate, up, 1.702, limit)
+    if ACTIVATION == "bounded_silu":
+        gate = tl.minimum(gate, limit, NANS)
     gate = activated(gate, ACTIVATION)
     if LIMITED:
         gate, up = tl.minimum(gate, limit, NANS), tl.clamp(up, -limit, limit, NANS)

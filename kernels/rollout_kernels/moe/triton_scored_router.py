@@ -42,7 +42,7 @@ _SUM_EPS = tl.constexpr(1e-20)
 class ScoreRule(NamedTuple):
     """The rule that makes a choice from scores; for the fields see `rollout.models.spec.RouterSpec`."""
 
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"]
     top_k: int
     renormalize: bool
     groups: int = 1
@@ -53,6 +53,8 @@ class ScoreRule(NamedTuple):
 
     def takes(self, experts: int) -> bool:
         """True if the kernel has this rule for this number of experts: groups must be powers of two."""
+        if self.scoring == "sqrtsoftplus":
+            return False
         if self.groups == 1:
             return True
         size = experts // self.groups

@@ -111,13 +111,14 @@ def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Te
 
 def gated(
     gate_up: torch.Tensor,
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped"] = "silu",
+    activation: Literal["silu", "bounded_silu", "gelu", "gelu_tanh", "relu2", "clamped"] = "silu",
     limit: float | None = None,
 ) -> torch.Tensor:
     """`activation(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype.
 
     `relu2` has no gate: it is the square of relu of [..., I]. A limit bounds the activated gate from above, and the
-    values on both sides. `clamped` needs a limit: it is `clamped` with an alpha of 1.702.
+    values on both sides. `bounded_silu`, whose gate is bounded before its activation, and `clamped`, with an alpha of
+    1.702, need a limit.
     """
     if activation == "relu2":
         return F.relu(gate_up).square()
@@ -127,7 +128,9 @@ def gated(
     if activation == "clamped":
         assert limit is not None
         return clamped(gate, up, 1.702, limit)
-    if activation == "silu":
+    if activation == "bounded_silu":
+        gate = gate.clamp(max=limit)
+    if activation in ("silu", "bounded_silu"):
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -20,7 +20,7 @@ from rollout.engine.upload import UploadStaging
 from rollout.models.batch import KVCache
 from rollout.models.deterministic import CONFIG as DETERMINISTIC
 from rollout.models.language_model import LanguageModel, native
-from rollout.models.spec import AttentionSpec, LatentSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, CompressedSpec, LatentSpec, ModelSpec
 
 _NOTHING = -1
 _NOT_FOUND: tuple[list[int], list[int], int] = [], [], 0
@@ -106,9 +106,9 @@ def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
     """Rows that attention may read together in every layer of a model; `coded` if its KV are e4m3 codes.
 
     1 where reading together is not worth it: a row's query heads fill a tile already, or every layer has a window. 1 as
-    well where a layer has latent attention, whose kernel reads each row on its own.
+    well where a layer has latents or entries of windows, whose kernel reads each row on its own.
     """
-    if any(isinstance(layer.mixer, LatentSpec) for layer in spec.layers):
+    if any(isinstance(layer.mixer, LatentSpec | CompressedSpec) for layer in spec.layers):
         return 1
     mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     if all(mixer.window is not None for mixer in mixers):

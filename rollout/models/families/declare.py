@@ -21,7 +21,6 @@ from rollout.models.spec import (
     DenseNames,
     KimiDeltaNames,
     KVSource,
-    LatentNames,
     LayerNames,
     Limits,
     Mamba2Names,
@@ -31,6 +30,7 @@ from rollout.models.spec import (
     QKNorm,
     QueryGrowth,
     Scoring,
+    WindowsSpec,
 )
 from rollout.models.vision_spec import TowerFamily
 
@@ -45,6 +45,11 @@ STEPS = Rule(
         and all(type(step) in (int, float) for step in value)
         and 0 <= value[0] <= value[1]
     ),
+)
+_ENTRIES = ("compressed_sparse_attention", "heavily_compressed_attention")
+RATES = Rule(
+    f"a map with an integer above 0 for each of {' and '.join(_ENTRIES)}",
+    lambda value: isinstance(value, dict) and {*value} == {*_ENTRIES} and all(map(WIDTH.allows, value.values())),
 )
 WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
 
@@ -240,6 +245,26 @@ def same_limits(config: Any) -> tuple[Limits | None, ...]:
     return (Limits(config.swiglu_limit, config.swiglu_limit),) * config.num_hidden_layers
 
 
+@by_layer(swiglu_limit=NUMBER)
+def one_limit(config: Any) -> tuple[Limits | None, ...]:
+    """One bound for the activations of all experts."""
+    return (Limits(config.swiglu_limit, config.swiglu_limit),) * config.num_hidden_layers
+
+
+@by_layer()
+def no_tables(config: Any) -> tuple[int | None, ...]:
+    """Routers choose all experts."""
+    return (None,) * config.num_hidden_layers
+
+
+@by_layer(mlp_layer_types=layer_list(str), vocab_size=integer(1, 1 << 24), scoring_func=TEXT)
+def tables_by_type(config: Any) -> tuple[int | None, ...]:
+    """The config names the layers in which a table says the experts of each token."""
+    if config.scoring_func != "sqrtsoftplus":
+        raise ValueError(f"scoring_func {config.scoring_func!r:.80} is not supported; supported: sqrtsoftplus")
+    return tuple(config.vocab_size if kind == "hash_moe" else None for kind in config.mlp_layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -328,6 +353,8 @@ class MoEFamily:
     apart: ApartNames | None = None
     sparse: ByLayer[bool] = all_sparse
     limits: ByLayer[Limits | None] = no_limits
+    bounds_gates: bool = False  # limits bound gates before their activation
+    tables: ByLayer[int | None] = no_tables
     names: MoENames = MoENames()
 
 
@@ -445,8 +472,34 @@ class LatentFamily:
     bias: Key = declared(FLAG, Key("attention_bias"))
     eps: float = 1e-6  # epsilon of the norms of latents; transformers' default, whatever `rms_norm_eps` is
     gate: bool = False
-    names: LatentNames = LatentNames()
     indexer: IndexerFamily | None = None
+
+
+@by_layer(layer_types=layer_list(str), compress_rates=RATES)
+def windows_of_entries(config: Any) -> tuple[WindowsSpec | None, ...]:
+    """The config names the kind of each layer's windows, and says how many tokens they have."""
+    kinds = {kind: WindowsSpec(rate, kind == _ENTRIES[0]) for kind, rate in config.compress_rates.items()}
+    return tuple(kinds.get(kind) for kind in config.layer_types)
+
+
+@by_layer(layer_types=layer_list(str))
+def ropes_of_entries(config: Any) -> tuple[str, ...]:
+    """Layers without entries have a rotary embedding of their own."""
+    return tuple("main" if kind == "sliding_attention" else "compress" for kind in config.layer_types)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedFamily:
+    """Attention to windows and their entries; entries of overlapping windows are chosen by an indexer."""
+
+    q_rank: Key = declared(WIDTH, Key("q_lora_rank"))
+    groups: Key = declared(integer(1, 4096), Key("o_groups"))
+    o_rank: Key = declared(WIDTH, Key("o_lora_rank"))
+    indexer: IndexerFamily = IndexerFamily(interleaved=True)
+    kinds: ByLayer[WindowsSpec | None] = windows_of_entries
+    streams: Key = declared(integer(1, 64), Key("hc_mult"))  # the model has several residual streams
+    stream_rounds: Key = declared(integer(1, 1000), Key("hc_sinkhorn_iters"))
+    stream_eps: Key = declared(NUMBER, Key("hc_eps"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,7 +521,7 @@ class MTPFamily:
 
 #: Parts of the declaration of a family.
 StateFamily = DeltaNetFamily | KimiDeltaFamily | Mamba2Family
-PartFamily = MoEFamily | StateFamily | LatentFamily | IndexerFamily | BlocksFamily | MTPFamily
+PartFamily = MoEFamily | StateFamily | LatentFamily | IndexerFamily | BlocksFamily | CompressedFamily | MTPFamily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,6 +585,7 @@ class Family:
     linear: StateFamily | None = None
     latent: LatentFamily | None = None  # all layers have it
     blocks: BlocksFamily | None = None
+    compressed: CompressedFamily | None = None  # all layers have it
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)

@@ -7,6 +7,7 @@ from rollout.models.families.declare import (
     IN_BLOCK_SPARSE,
     INSIDE_LLAVA,
     SHARED_EXPERTS,
+    CompressedFamily,
     Family,
     If,
     IndexerFamily,
@@ -16,11 +17,16 @@ from rollout.models.families.declare import (
     MoEFamily,
     MTPFamily,
     Multimodal,
+    all_sparse,
     deepseek_moe,
     limits_by_layer,
     no_ropes,
+    one_limit,
+    ropes_of_entries,
+    same_window,
     sparse_by_type,
     sparse_from,
+    tables_by_type,
 )
 from rollout.models.spec import KimiDeltaNames, ModelNames, MoENames
 
@@ -29,6 +35,16 @@ def _in_forget_gate(*names: str) -> tuple[tuple[str, tuple[str, str]], ...]:
     """Names that published files have in the mixer, and transformers' classes in a module of their own."""
     return tuple((f".self_attn.{name}", (f".self_attn.{name}", f".self_attn.forget_gate.{name}")) for name in names)
 
+
+#: Parts of names of DeepSeek-V4, and what files have for them, as transformers saves them.
+_IN_FILES_OF_V4 = (
+    "lm_head head .input_layernorm .attn_norm .post_attention_layernorm .ffn_norm .attn_hc. .hc_attn_ "
+    ".ffn_hc. .hc_ffn_ .mlp. .ffn. .gate.e_score_correction_bias .gate.bias .gate_proj .w1 .down_proj .w2 "
+    ".up_proj .w3 .self_attn. .attn. .compressor.indexer.scorer.weights_proj .indexer.weights_proj "
+    ".compressor.indexer.q_b_proj .indexer.wq_b .compressor.indexer. .indexer.compressor. "
+    ".compressor.w1 .compressor.wgate .kv_proj .wkv .q_a_proj .wq_a .q_b_proj .wq_b .o_a_proj .wo_a "
+    ".o_b_proj .wo_b .position_bias .ape .q_a_norm .q_norm .kv_norm .norm .sinks .attn_sink"
+).split()
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
@@ -48,6 +64,28 @@ FAMILIES: dict[str, Family] = {
         latent=LatentFamily(indexer=IndexerFamily()),
         mtp=MTPFamily(),
         moe=deepseek_moe(sparse_by_type),
+    ),
+    "DeepseekV4ForCausalLM": Family(
+        model_type="deepseek_v4",
+        models="DeepSeek-V4",
+        unsupported=("attention_bias", "mlp_bias"),
+        without_effect=("norm_topk_prob", "qk_rope_head_dim"),
+        windows=same_window,
+        ropes=ropes_of_entries,
+        partial_rope=True,
+        interleaved_rope=True,
+        compressed=CompressedFamily(),
+        moe=replace(
+            deepseek_moe(all_sparse),
+            renormalize=True,
+            scoring="sqrtsoftplus",
+            groups=1,
+            top_groups=1,
+            limits=one_limit,
+            bounds_gates=True,
+            tables=tables_by_type,
+        ),
+        names=ModelNames(renamed=tuple(zip(_IN_FILES_OF_V4[::2], _IN_FILES_OF_V4[1::2], strict=True))),
     ),
     "KimiLinearForCausalLM": Family(
         model_type="kimi_linear",

@@ -15,7 +15,15 @@ from tests.support.models.every_family import EVERY_FAMILY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 TINY = (
-    *("DeepseekV32", "GlmMoeDsa", "KimiLinear", "BailingHybrid", "GraniteMoeHybrid", "GraniteMoeHybrid dense"),
+    *(
+        "DeepseekV32",
+        "DeepseekV4",
+        "GlmMoeDsa",
+        "KimiLinear",
+        "BailingHybrid",
+        "GraniteMoeHybrid",
+        "GraniteMoeHybrid dense",
+    ),
     *("MiniMaxM3VL", "NemotronH", "NemotronH latent", "Llama4", "Gemma4", "Gemma4 alike", "Gemma4 experts"),
 )
 VOCAB = 4001
@@ -33,6 +41,17 @@ REAL: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
         "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 1,
         "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "rope_parameters": _ROPE,
+    },
+    # DeepSeek-V4-Flash, one layer of each kind
+    "DeepseekV4": {
+        "hidden_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 64, "num_key_value_heads": 1,
+        "head_dim": 512, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "n_routed_experts": 8,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "sliding_window": 128, "partial_rotary_factor": 0.125,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        "mlp_layer_types": ["hash_moe", "moe", "moe"], "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+        "hc_mult": 4, "swiglu_limit": 10.0,
+        "rope_parameters": {**_ROPE, "rope_theta": 1.6e5},
     },
     # Kimi-Linear-48B-A3B
     "KimiLinear": {
@@ -118,6 +137,10 @@ def make_on_gpu(stem: str, folder: Path) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # other experts for each token
+                orders = torch.rand(len(buffer), sizes["n_routed_experts"], device="cuda").argsort(1)
+                buffer.copy_(orders[:, : buffer.shape[1]])
     model.save_pretrained(folder)
     return model.eval()
 

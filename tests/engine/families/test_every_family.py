@@ -22,7 +22,16 @@ _PAGE_TOKENS = 4
 #: One of each kind of layer. The logits of every family are compared in tests/unit/models, too.
 _KINDS = (
     *("llama", "qwen3_moe", "Gemma3", "Phi3 long", "GptOss", "Glm4Moe", "MiMo", "Qwen3_5", "Qwen3Next", "OlmoHybrid"),
-    *("DeepseekV3", "Glm4MoeLite", "images: Qwen3.5", "GraniteMoeHybrid", "NemotronH", "Gemma4", "MiniMaxM3VL"),
+    *(
+        "DeepseekV3",
+        "DeepseekV4",
+        "Glm4MoeLite",
+        "images: Qwen3.5",
+        "GraniteMoeHybrid",
+        "NemotronH",
+        "Gemma4",
+        "MiniMaxM3VL",
+    ),
 )
 
 

@@ -154,6 +154,8 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("_bias"):  # of routers
                 buffer.normal_(0.0, 0.3, generator=generator)
+            elif name.endswith("tid2eid"):  # other experts for each token
+                buffer.copy_(torch.rand(len(buffer), 8, generator=generator).argsort(1)[:, : buffer.shape[1]])
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
         last_norm = model.model.norm_f if hasattr(model.model, "norm_f") else model.model.norm

@@ -76,6 +76,30 @@ LATENT: dict[str, dict[str, Any]] = {
         "index_topk": 9,
         "indexer_types": ["full", "shared", "full", "shared"],
     },
+    # One layer of each kind of windows; prompts are longer than the window, and than what an indexer chooses.
+    "DeepseekV4": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "layer_types": [
+            *("sliding_attention", "compressed_sparse_attention"),
+            *("heavily_compressed_attention", "compressed_sparse_attention"),
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "sliding_window": 9,
+        "o_groups": 2,
+        "o_lora_rank": 10,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "index_topk": 5,
+        "hc_mult": 3,
+        "swiglu_limit": 0.9,
+        "partial_rotary_factor": 8 / 24,
+        "rope_parameters": {**_YARN, "rope_theta": 1.6e5},
+    },
     "Mistral4": {
         "n_group": 4,
         "topk_group": 2,
@@ -90,6 +114,9 @@ LATENT: dict[str, dict[str, Any]] = {
 def config_of(name: str) -> dict[str, Any]:
     """The config of one of `LATENT`."""
     config = {**_COMMON, **LATENT[name]}
+    if name == "DeepseekV4":
+        others = ("intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return {key: value for key, value in config.items() if key not in (*others, "first_k_dense_replace")}
     if name == "Glm4MoeLite":
         del config["first_k_dense_replace"]  # its default is the same
     return config

@@ -75,7 +75,9 @@ def test_a_layer_may_have_a_clamped_glu_with_biases(plan, hidden, inner, format)
 
 
 @pytest.mark.parametrize(("plan", "format"), checkered(PLANS, FORMATS))
-@pytest.mark.parametrize(("activation", "limit"), [("gelu_tanh", None), ("relu2", None), ("silu", 0.3)])
+@pytest.mark.parametrize(
+    ("activation", "limit"), [("gelu_tanh", None), ("relu2", None), ("silu", 0.3), ("bounded_silu", 0.3)]
+)
 def test_a_layer_has_the_activation_that_is_asked_for(activation, limit, plan, format):
     """`relu2` is one of values without a gate."""
     case = layer(3, hidden=256, inner=128, format=format)

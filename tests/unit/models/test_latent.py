@@ -25,6 +25,7 @@ from tests.support.peft_adapters import make_adapter, merged
 from trainer_bridge.wire.manifest import pack
 
 CPU = torch.device("cpu")
+_HCA = {"heavily_compressed_attention": 8}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,9 @@ def test_a_trainers_parameters_have_the_names_of_the_checkpoint(made: Any, name:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV32", *nightly("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa")])
+@pytest.mark.parametrize(
+    "name", ["DeepseekV2", "DeepseekV32", "DeepseekV4", *nightly("DeepseekV3", "Glm4MoeLite", "GlmMoeDsa")]
+)
 def test_the_kernels_run_latent_attention_and_what_is_between(
     made: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +135,11 @@ def test_random_weights_give_finite_logits(made: Any) -> None:
         ("DeepseekV3", {"q_lora_rank": None}, "attention_bias"),
         ("DeepseekV32", {"index_head_dim": 6}, "index_head_dim"),
         ("DeepseekV32", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("DeepseekV4", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("DeepseekV4", {"compress_rates": {"compressed_sparse_attention": 8, **_HCA}}, "compress_rates"),
+        ("DeepseekV4", {"o_groups": 3}, "o_groups"),
+        ("DeepseekV4", {"index_head_dim": 6}, "index_head_dim"),
+        ("DeepseekV4", {"sliding_window": 0}, "sliding_window"),
         ("GlmMoeDsa", {"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types"),
     ],
 )

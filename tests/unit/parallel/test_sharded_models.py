@@ -53,6 +53,7 @@ EVEN: dict[str, dict[str, Any]] = {
     "Glm4MoeLite": {"moe_intermediate_size": 20},
     "Mistral4": {"moe_intermediate_size": 20},
     "DeepseekV32": {"moe_intermediate_size": 20},
+    "DeepseekV4": {"moe_intermediate_size": 20, "o_groups": 4},
     "GlmMoeDsa": {"moe_intermediate_size": 20},
 }  # fmt: skip
 EXPERT_COUNTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8}
@@ -96,7 +97,7 @@ class Case:
 NAMES = [*FAMILIES, *CONFIGS, *HYBRIDS, *LATENT, "qwen3_moe wide", "mixtral wide", "GptOss wide", "Glm4Moe wide"]
 #: Those that differ in how they are cut run with two ranks every time; all of them, and four ranks, at night.
 QUICK = {"llama", "qwen2", "qwen3_moe", "olmoe", "Phi3", "Glm4Moe", "GptOss", "Olmo3", "Gemma2", "Afmoe", "Qwen2Moe"}
-QUICK |= {*HYBRIDS, "MiniMaxM3VL", "DeepseekV3", "DeepseekV3 moonlight", "Glm4MoeLite", "Gemma4"}
+QUICK |= {*HYBRIDS, "MiniMaxM3VL", "DeepseekV3", "DeepseekV4", "DeepseekV3 moonlight", "Glm4MoeLite", "Gemma4"}
 CASES = [
     pytest.param(name, size, marks=[] if size == 2 and name.removesuffix(" wide") in QUICK else [pytest.mark.nightly])
     for name in NAMES
@@ -152,7 +153,7 @@ DEALT += ["Glm4MoeLite", "Qwen2Moe", "qwen3_moe wide", "MiniMaxM3VL"]
     ("name", "size"),
     [
         pytest.param(name, size, marks=[] if size == 2 else [pytest.mark.nightly])
-        for name in [*DEALT, *(name for name in LATENT if name not in DEALT)]
+        for name in [*DEALT, *(name for name in LATENT if name not in (*DEALT, "DeepseekV4"))]
         for size in (2, 4)
     ],
 )
@@ -180,14 +181,14 @@ def test_contexts_split_over_ranks_have_the_logits_of_one_rank(
     _check_shards(tmp_path, start_ranks(size), 0.85 if size == 2 else 0.75, "context")
 
 
-@pytest.mark.parametrize("name", ["GptOss", "Afmoe", "DeepseekV32", "MiniMaxM3VL"])
+@pytest.mark.parametrize("name", ["GptOss", "Afmoe", "DeepseekV32", "DeepseekV4", "MiniMaxM3VL"])
 def test_contexts_of_other_models_are_not_split(name: str, tmp_path: Path) -> None:
     Case(name, tmp_path)
     with pytest.raises(ValueError, match="attention_split = context is not for .*: use heads"):
         check_cut(settings_of(ModelSettings, path=str(tmp_path)), tmp_path, 2, split="context")
 
 
-@pytest.mark.parametrize("name", ["llama", sorted(HYBRIDS)[0]])
+@pytest.mark.parametrize("name", ["llama", sorted(HYBRIDS)[0], "DeepseekV4"])
 def test_rows_of_other_models_are_not_dealt(name: str, tmp_path: Path) -> None:
     Case(name, tmp_path)
     with pytest.raises(ValueError, match="attention_split = rows is"):
@@ -298,7 +299,8 @@ def _names_of(loaded: LoadedModel, alternative: int) -> list[str]:
     [
         ("qwen2", "plain"), ("qwen3_moe", "plain"), ("Phi3", "plain"), ("GptOss wide", "plain"),
         ("Glm4Moe wide", "plain"), ("Coded", "fp8_block"), ("Coded", "mxfp8"), ("Qwen3_5", "plain"),
-        ("OlmoHybrid", "plain"), ("DeepseekV3", "plain"), ("MXFP4", "auto"), ("MXFP4 wide", "auto"),
+        ("OlmoHybrid", "plain"), ("DeepseekV3", "plain"), ("DeepseekV4", "plain"), ("MXFP4", "auto"),
+        ("MXFP4 wide", "auto"),
         *nightly(*((name, "plain") for name in ("qwen3_moe wide", "GptOss", "Afmoe", "Qwen3Next"))),
     ],
 )  # fmt: skip
