@@ -60,7 +60,7 @@ def _answering(gateway: Gateway, endpoint: Endpoint) -> Callable[[Request], Awai
         parts = {name: str(value) for name, value in request.path_params.items()}
         work = endpoint.handler(HttpRequest(gateway, body, request.url.path, request.headers, parts))
         try:
-            found = await (unless_gone(request, work) if endpoint.for_client else work)
+            found = await (unless_gone(request.receive, work) if endpoint.for_client else work)
         except ClientGone as gone:
             return gone.response()  # the client has left
         return _response(endpoint.answer if found is None else found, gateway.settings.send_s)

@@ -11,7 +11,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -37,12 +36,7 @@ def json_answer(value: Any, headers: Mapping[str, str] | None = None) -> Respons
     return Response(json_text(value), headers=headers, media_type="application/json")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled if the client leaves first: raises `ClientGone`."""
-    return await _race(request.receive, work)
-
-
-async def _race(receive: Receive, work: Coroutine[Any, Any, _T], *ends: Coroutine[Any, Any, None]) -> _T:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T], *ends: Coroutine[Any, Any, None]) -> _T:
     """The result of `work`. Raises `ClientGone` if the client leaves first, or one of `ends` returns first."""
     task = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(each) for each in (_left(receive), *ends)]
@@ -92,7 +86,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, until it ends or the client has left."""
         try:
-            await _race(receive, self._run(send), self._unread())
+            await unless_gone(receive, self._run(send), self._unread())
         except ClientGone:
             pass  # the client has left
         finally:

@@ -102,10 +102,6 @@ class IncomingUpdate:
         """Whether a piece may land in this round."""
         return self.open.is_set() and self.room
 
-    def memory(self, start: int, end: int) -> np.ndarray:
-        """Host memory (uint8) for these bytes of the stream; `arrived` hands it over."""
-        return self.destination.memory(start, end)
-
     def arrived(self, start: int, end: int) -> None:
         """Hand over bytes `start` to `end` of the stream, which were written to their memory."""
         self.destination.landed(start, end)

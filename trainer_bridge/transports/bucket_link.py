@@ -14,7 +14,7 @@ import zmq
 from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.address import host_port
-from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutTimeout, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import checksum, checksums_digest
 from trainer_bridge.wire.worker_connection import socket_events
@@ -53,7 +53,7 @@ class Link:
             try:
                 self.socket.connect(address)
             except zmq.ZMQError as error:
-                self.fail(
+                self.recipient.fail(
                     ConnectionLost(f"transfer: cannot connect to {recipient.endpoint} at {address!r:.200}: {error}")
                 )
 
@@ -83,7 +83,7 @@ class Link:
                 break
             self._on_answer(message)
         if lost and self.alive and self.acknowledged < self.sent:
-            self.fail(
+            self.recipient.fail(
                 ConnectionLost(
                     f"transfer: the connection to {self.recipient.endpoint} was lost after {self.acknowledged} "
                     "acknowledged buckets; check that the worker is running"
@@ -101,30 +101,28 @@ class Link:
         magic, token = message[:4], message[4:20]
         if magic == REFUSAL_MAGIC and token == self.recipient.token:
             reason = message[REFUSAL.size :].decode(errors="replace")
-            self.fail(WeightsRejected(f"transfer: {self.recipient.endpoint} refused the update: {reason}"))
+            self.recipient.fail(WeightsRejected(f"transfer: {self.recipient.endpoint} refused the update: {reason}"))
         elif len(message) == ACK.size and magic == ACK_MAGIC and token == self.recipient.token:
             if ACK.unpack(message)[2] != self.acknowledged:
-                self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} acknowledged buckets out of order"))
+                self.recipient.fail(
+                    ProtocolError(f"transfer: {self.recipient.endpoint} acknowledged buckets out of order")
+                )
                 return
             self.acknowledged += 1
             self.last_progress_s = self.rules.clock()
         else:
-            self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent an unknown message"))
+            self.recipient.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent an unknown message"))
 
     def check_stall(self) -> None:
         """Give the worker up if nothing has moved for too long."""
         waited_s = self.rules.clock() - self.last_progress_s
         if waited_s > self.rules.stall_s:
-            self.fail(
+            self.recipient.fail(
                 RolloutTimeout(
                     f"transfer: no acknowledgement from {self.recipient.endpoint} for {waited_s:.1f} s, after "
                     f"{self.acknowledged} acknowledged buckets; check that the worker is running, or raise stall_s"
                 )
             )
-
-    def fail(self, error: RolloutError) -> None:
-        """Give the worker up."""
-        self.recipient.fail(error)
 
     def close(self) -> None:
         """Close the connection. ZeroMQ may still read buckets that are not acknowledged."""

@@ -170,7 +170,7 @@ class _OpenFile:
         if incoming.destination.leave_to_owner(self._note.offset + place, start, end, check):
             incoming.note(end - start)
             return
-        _read_at(self._fd, self._note, place, memoryview(incoming.memory(start, end)), check)  # type: ignore[arg-type]
+        _read_at(self._fd, self._note, place, memoryview(incoming.destination.memory(start, end)), check)  # type: ignore[arg-type]
         incoming.arrived(start, end)
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class ShmReceiver(SharedReceiver):
         if self.leave(incoming, index, check):
             return False
         start, end = incoming.manifest.bucket_span(index)
-        self._segment.copy(index, incoming.memory(start, end), check)
+        self._segment.copy(index, incoming.destination.memory(start, end), check)
         incoming.arrived(start, end)
         return True
 

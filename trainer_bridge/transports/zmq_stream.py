@@ -201,7 +201,7 @@ class ZmqReceiver(TransportReceiver):
             return True
         here = True
         if payload is not None:
-            np.copyto(incoming.memory(start, end), np.frombuffer(payload, np.uint8))
+            np.copyto(incoming.destination.memory(start, end), np.frombuffer(payload, np.uint8))
             incoming.arrived(start, end)
         else:
             assert self._shared is not None

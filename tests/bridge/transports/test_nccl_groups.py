@@ -207,10 +207,10 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
     monkeypatch.setattr(group_member, "json", SimpleNamespace(loads=loads))
     receiver.kept.keep(GroupSeat("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
     with member._lock:  # its place comes at the same time as the end of its update
-        sender._server.store.set(f"member/{token}", '["another", 1, 2, 0]')
+        sender._server.store.set(f"member/{token}", '["another", 1, 2, 0, 0]')
         assert placed.wait(20)
         member._cancelled.set()
-    wait_for(lambda: not member.alive, "the end of the update")
+    wait_for(lambda: not member.thread.is_alive(), "the end of the update")
     assert not left
 
 

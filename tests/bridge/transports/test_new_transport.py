@@ -50,7 +50,7 @@ class FilesReceiver(TransportReceiver):
         start, end = incoming.manifest.bucket_span(index)
         if len(data) != end - start:
             raise WeightsRejected(f"bucket {index} has {len(data)} bytes; the manifest says {end - start}")
-        np.copyto(incoming.memory(start, end), np.frombuffer(data, np.uint8))
+        np.copyto(incoming.destination.memory(start, end), np.frombuffer(data, np.uint8))
         incoming.arrived(start, end)
         self._checksums.append(checksum(memoryview(data)))
         return True

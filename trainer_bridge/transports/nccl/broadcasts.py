@@ -92,7 +92,10 @@ class Broadcasts:
 
     def _send(self) -> None:
         seat = self._seat
-        group = self._kept.take(seat) or self._join()
+        group = self._kept.take(seat)
+        if group is None:
+            device, timeout_s = self._payload.device, self._rules.stall_s
+            group = self._kept.join(self._store, seat, self._address, device, timeout_s)
         try:
             runs = self._runs
             if runs is None:
@@ -109,10 +112,6 @@ class Broadcasts:
             self._kept.leave_broken(group)
             self._payload.wait_packed()  # wait before the buffers are freed: the trainer may reuse their memory at once
             raise
-
-    def _join(self) -> BroadcastGroup:
-        device, timeout_s = self._payload.device, self._rules.stall_s
-        return self._kept.join(self._store, self._seat, self._address, device, timeout_s)
 
     def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]

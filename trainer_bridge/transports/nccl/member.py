@@ -61,20 +61,7 @@ class NcclMember:
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="weights-nccl", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread, which joins."""
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for its thread."""
-        self._thread.join(timeout_s)
+        self.thread = threading.Thread(target=self._run, name="weights-nccl", daemon=True)
 
     def cancel(self) -> None:
         """Stop writing and keep no group; the thread ends by its deadline."""
@@ -98,7 +85,9 @@ class NcclMember:
         group: BroadcastGroup | None = None
         try:
             seat = self._await_seat(store)
-            group = self._take(seat) or self._join(store, seat)
+            group = self._take(seat)
+            if group is None:
+                group = self._kept.join(store, seat, address_towards(*self._where), self._device, self._timeout_s)
             self._await(self._incoming.open.is_set, "the loop to hold generation")
             runs = Runs.learn(self._incoming.manifest, group, seat, self._cancelled)
             self._take_buckets(group, store, seat.rank, runs)
@@ -120,10 +109,6 @@ class NcclMember:
     def _check_present(self) -> None:
         if self._cancelled.is_set():
             raise GroupError("the update was dropped")
-
-    def _join(self, store: dist.TCPStore, seat: GroupSeat) -> BroadcastGroup:
-        address = address_towards(*self._where)
-        return self._kept.join(store, seat, address, self._device, self._timeout_s)
 
     def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest

@@ -108,8 +108,8 @@ class NcclReceiver(TransportReceiver):
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
         grant = {"kept": self.kept.name}
         self._member = NcclMember(incoming, (host, port), self.kept, self._device, self._timeout_s, self._wake)
-        self._member.start()
-        self._members = [*(member for member in self._members if member.alive), self._member]
+        self._member.thread.start()
+        self._members = [*(member for member in self._members if member.thread.is_alive()), self._member]
         return grant
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
@@ -144,7 +144,7 @@ class NcclReceiver(TransportReceiver):
             self._member.cancel()
         until_s = time.monotonic() + END_S
         for member in self._members:
-            member.join(max(0.0, until_s - time.monotonic()))
+            member.thread.join(max(0.0, until_s - time.monotonic()))
         self._member, self._members = None, []
         self.kept.close()
 

@@ -146,7 +146,7 @@ class TorchGroupReceiver(TransportReceiver):
         entry, data = incoming.manifest.tensors[index], self._data[index]
         assert data is not None, "a gathered tensor is copied once"
         end = min(start + _PIECE_BYTES, entry.nbytes)
-        np.copyto(incoming.memory(entry.offset + start, entry.offset + end), data[start:end].numpy())
+        np.copyto(incoming.destination.memory(entry.offset + start, entry.offset + end), data[start:end].numpy())
         incoming.arrived(entry.offset + start, entry.offset + end)
         if end == entry.nbytes:
             self._data[index] = None
