@@ -95,7 +95,7 @@ class CompletionViews:
             return "", ""
 
     def _cut(self, text: str, end: str, last: bool) -> AnswerPiece:
-        """The text in its regions. The end of a turn may close one; otherwise it is no text."""
+        """The text in its regions. The end of a turn may close a region; otherwise it is no text."""
         if self._segments is None:
             return _content(text)
         waiting = self._segments.waiting

@@ -371,7 +371,7 @@ class _Answer:
 
 
 class _Blocks:
-    """The events of content blocks, one after the other."""
+    """The events of content blocks, in turn."""
 
     def __init__(self, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking

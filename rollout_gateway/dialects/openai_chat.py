@@ -30,7 +30,7 @@ async def complete_chat(request: HttpRequest[ChatBody]) -> Any:
     """Answer a conversation."""
     body = request.body
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise bad_request("'max_tokens' and 'max_completion_tokens' differ; send one of them", "max_tokens")
+        raise bad_request("'max_tokens' and 'max_completion_tokens' differ; send only one", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
     check_stream(body.stream, body.prompt_logprobs is not None)

@@ -48,7 +48,7 @@ class FolderBody(Body):
     update_info: dict[str, Any] | None = None
 
     async def update(self, gateway: Gateway) -> int:
-        """Update the weights from the folder; returns their version. Raises `HttpError` unless there is exactly one."""
+        """Update the weights from the folder; returns their version. Raises `HttpError` unless exactly one is given."""
         given = {name: path for name in ("weight_dir", "model_path") if (path := getattr(self, name)) is not None}
         if len(given) != 1:
             raise bad_request("name the folder of the new weights in 'weight_dir' or 'model_path'", "weight_dir")

@@ -72,7 +72,7 @@ class AnswerPiece:
 
 
 class Segments:
-    """The cut of one answer. `begun`: what the prompt has of it already, such as an open `<think>`."""
+    """The cut of one answer. `begun`: the part that the prompt has already, such as an open `<think>`."""
 
     def __init__(
         self, regions: Sequence[AnswerRegion], tools: Sequence[Mapping[str, Any]] = (), begun: str = ""
@@ -220,7 +220,7 @@ class Segments:
         return True
 
     def _withdraw(self, piece: AnswerPiece, reason: str) -> None:
-        """The mark did not begin a call. The text after it may contain one."""
+        """The mark did not begin a call. The text after it may contain another region."""
         if self._unclosed is None:  # thoughts may have the mark without a call
             self.unparsed.setdefault("tool_calls", reason)
         self._withdrawn += 1
@@ -286,7 +286,7 @@ class Segments:
         return begin is None or region.value_end.search(self._text, begin.end(), end) is not None
 
     def _values(self, end: int, close: int) -> list[str]:
-        """The values of the region, each with the mark that opens it; tagged ones also with the mark up to `close`."""
+        """The values of the region, each with its opening mark; tagged values also with the mark up to `close`."""
         mark = self._text[self._opened_at : self._body_at]
         if self._scan is None:
             return [self._text[self._opened_at : close]]  # marks may look ahead at it

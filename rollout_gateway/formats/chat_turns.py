@@ -50,7 +50,7 @@ class CallForm:
     content: str | None  # the content of a message that has calls alone
 
 
-#: Some templates ask for an id of nine characters, others for one with the function's name.
+#: Some templates ask for an id of nine characters, other templates for an id with the function's name.
 _CALL_FORMS = tuple(
     CallForm(call_id, as_text, content)
     for content in ("", None)

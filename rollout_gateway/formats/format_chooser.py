@@ -183,7 +183,7 @@ class FormatChooser:
 def _with_header(fields: Fields, turns: ChatTurns) -> Fields:
     """The fields of a template in which each region may begin with the header of an answer.
 
-    So it is where every text belongs to a region: transformers leaves out what stands between them.
+    So it is where every text belongs to a region: transformers leaves out text between regions.
     """
     if not all("open" in field or "open_pattern" in field for field in fields.values()):
         return fields

@@ -78,7 +78,8 @@ TOOL_CALLS: Mapping[str, Template] = _bounded(
             close="</tool_call>",
             **_tagged_values(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
         ),
-        # Llama 3: the whole answer is {"name": ..., "parameters": {...}}, or several of these with ";" between them.
+        # Llama 3: the whole answer is {"name": ..., "parameters": {...}}, or several such objects with ";" between
+        # them.
         "llama3": {
             "open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)",
             "close_pattern": r"\Z",
@@ -186,7 +187,7 @@ THOUGHTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 
-#: The text behind which the answer of a thinking model begins: a constraint holds from there on.
+#: The text after which a thinking model's answer begins: a constraint holds from there on.
 ANSWER_AFTER: Mapping[str, str] = MappingProxyType(
     {name: end for name, (_, end) in THOUGHTS.items()} | {"gpt_oss": "<|channel|>final<|message|>"}
 )

@@ -47,7 +47,7 @@ class Mark:
     def _first_beginning(self, text: str, start: int) -> int:
         """The first position from which the rest of the text may be the beginning of a match.
 
-        A search prefers an empty match at the end, as of `$`, to a longer one that begins before it.
+        A search prefers an empty match at the end, as of `$`, to a longer match that begins before it.
         """
         if self.literal:
             return len(text)

@@ -34,7 +34,7 @@ def connection_class(
 
     `patience_s`: a connection that waits for its client amid a request or an answer is cut off, at the latest after
     twice that time. `keep_alive_s`: a connection without a request is closed. `most`: connections at once. `in_use_s`:
-    an idle connection makes room for another one only after that time, since a request may be on its way.
+    an idle connection makes room for a new connection only after that time, since a request may be on its way.
     """
     idle: dict[Any, float] = {}  # connections, and since when, the longest first
 

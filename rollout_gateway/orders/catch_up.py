@@ -1,4 +1,4 @@
-"""A restarted worker gets what the other workers have: weights, adapters, and a pause or sleep that lasts.
+"""A restarted worker gets the other workers' weights and adapters, and a pause or sleep that lasts.
 
     worker is started again --> older weights, no adapters, not paused
                                    |  folder of the last update, load_adapter, pause or sleep
@@ -116,7 +116,7 @@ class CatchUp:
     def _is_due(self, endpoint: str, status: dict[str, Any], update: PublishedWeights) -> bool:
         known = self._late.get(endpoint)
         if known is None or known.process != status["worker"] or known.update is not update:
-            # The trainer of a worker whose weights were dropped is likely to send new ones.
+            # The trainer of a worker whose weights were dropped is likely to send new weights.
             wait_s = _STALE_S if status["state"] == "stale" else 0.0
             known = self._late[endpoint] = _Late(status["worker"], update, due_s=self._loop.time() + wait_s)
         if update.folder is None:
@@ -178,7 +178,7 @@ class CatchUp:
 
 
 def _is_late(status: dict[str, Any], update: PublishedWeights) -> bool:
-    """Whether a worker lacks an update: it has an older version, or has lost what it had."""
+    """Whether a worker lacks an update: it has an older version, or has lost its weights."""
     version: int = status["weights_version"]
     return version < update.version or (
         status["state"] == "stale" and version == update.version and update.folder is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FolderUpdates:
-    """Publishes folders below `root`, one after the other."""
+    """Publishes folders below `root`, in turn."""
 
     def __init__(self, root: str | None, update_s: float, curve: ClientCurve | None = None) -> None:
         self._root = None if root is None else Path(root).expanduser().resolve()

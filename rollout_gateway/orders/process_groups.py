@@ -117,7 +117,7 @@ class ProcessGroupUpdates:
         return self._parts > 0
 
     async def finish(self, version: Any) -> int:
-        """Put the gathered update in use as `version` or the next one; returns its version."""
+        """Put the gathered update in use as `version` or the next version; returns its version."""
         async with self._one_at_a_time:
             if not self._parts:
                 raise HttpError(409, "there is no update to finish; send its tensors first")

@@ -38,7 +38,7 @@ class WorkerOrders:
         """Generate nothing until `resume`.
 
         `keep`: running requests stop where they are and go on later. `abort`: they end with their tokens. `wait`: they
-        end first; requests that come meanwhile wait in the gateway, later ones at the workers.
+        end first; requests that come meanwhile wait in the gateway, later requests at the workers.
         """
         if mode == "wait":
             try:
@@ -118,7 +118,7 @@ class WorkerOrders:
         return min(status["weights_version"] for status in await self._workers.known(fresh=True))
 
     async def update_from_folder(self, path: str, version: Any, field: str) -> int:
-        """Publish a folder's weights to all workers; returns their version, `version` or the next one.
+        """Publish a folder's weights to all workers; returns their version, `version` or the next version.
 
         The requests that run go on, with the new weights from some token on.
         """

@@ -4,8 +4,8 @@ Content reaches a template as in transformers, as a text or a list of parts, if 
 in the other one. Arguments of tool calls become maps, unless the template takes their text.
 
 The tokens of an earlier answer may be known: the gateway has kept them, or the answer's message carries them
-(`prompt_token_ids`, `generation_token_ids`, as NeMo Gym sends them back). Then the prompt begins with exactly these,
-and only the text after them is tokenized. So a conversation never drifts from the tokens that the model drew.
+(`prompt_token_ids`, `generation_token_ids`, as NeMo Gym sends them back). Then the prompt begins with exactly these
+tokens, and only the text after them is tokenized. So a conversation never drifts from the tokens that the model drew.
 """
 
 import json
@@ -118,7 +118,7 @@ def _text_after(
 
 
 def _asks(codec: TextCodec, messages: list[dict[str, Any]], prompt: list[int]) -> bool:
-    """True if a prompt has what users say in these messages, one after the other."""
+    """True if a prompt has the users' texts of these messages, in their order."""
     text, at = shown_text(codec, prompt), 0
     for message in messages:
         if message["role"] == "user":
@@ -229,7 +229,7 @@ def _image_url(part: dict[str, Any], field: str) -> str:
 
 
 def _call(call: Any, field: str, as_text: bool) -> dict[str, Any]:
-    """A tool call whose arguments are a map, or the text of one."""
+    """A tool call whose arguments are a map, or the text of a map."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request("a tool call needs a 'function' with a 'name'", f"{field}.function")

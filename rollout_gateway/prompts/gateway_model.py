@@ -38,7 +38,7 @@ class GatewayModel:
             path = status["model"]
         text = GatewayTokenizer.load(path)
         if not text.available:
-            log.warning("there is no tokenizer: only token ids can be sent and received; name one with --model")
+            log.warning("there is no tokenizer: only token ids can be sent and received; name a model with --model")
         images = None
         if text.folder is not None and "media" in (status.get("capabilities") or ()):
             images = ImageProcessor.load(text.folder, settings.images_root)

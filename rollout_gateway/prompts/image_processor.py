@@ -143,7 +143,7 @@ class ImageProcessor:
             raise bad_request(f"the image cannot be decoded: {error!s:.200}", field) from None
         try:
             found = self._processor(images=[pixels], return_tensors="np")
-        except ValueError as error:  # such as a side that is 200 times the other one
+        except ValueError as error:  # such as one side 200 times the other
             raise bad_request(f"the model's processor refuses the image: {error!s:.200}", field) from None
         frames, height, width = (int(size) for size in found["image_grid_thw"][0])
         values, grid = np.ascontiguousarray(found["pixel_values"], dtype=np.float32), (frames, height, width)

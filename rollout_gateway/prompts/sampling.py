@@ -67,7 +67,7 @@ class StructuredOutputs(Body):
     json_object: bool = False
 
     def constraint(self, within: str) -> dict[str, Any]:
-        """The worker's `constraint`. Raises `HttpError` unless there is exactly one."""
+        """The worker's `constraint`. Raises `HttpError` unless exactly one is given."""
         given: list[dict[str, Any]] = [
             {name: value}
             for name, value in (
@@ -237,7 +237,7 @@ class SamplingBody(SamplerFields):
         found = {name: constraint for name, constraint in given.items() if constraint is not None}
         if len(found) > 1:
             names = " and ".join(found)
-            raise bad_request(f"{names} cannot be combined; send one of them", within + list(found)[-1])
+            raise bad_request(f"{names} cannot be combined; send only one", within + list(found)[-1])
         return next(iter(found.values()), None)
 
 

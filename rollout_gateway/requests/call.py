@@ -85,7 +85,7 @@ class Call:
     async def events(
         self, head: dict[str, Any], options: StreamOptions, event: Callable[[StreamedChunk], dict[str, Any]]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream as OpenAI has them: `event` makes one of a chunk; the last one has the usage.
+        """The events of a stream as OpenAI has them: `event` makes an event of a chunk; the last event has the usage.
 
         Every event has the fields of `head`.
         """

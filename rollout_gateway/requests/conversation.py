@@ -139,7 +139,8 @@ async def begin(
     if demanded is not None:
         if fields["constraint"] is not None:
             raise bad_request(
-                "a 'tool_choice' that demands a call is a constraint of its own; remove the other one", "tool_choice"
+                "a 'tool_choice' that demands a call is a constraint of its own; remove the other constraint",
+                "tool_choice",
             )
         fields["constraint"] = demanded
     prompt = await prompt_of(request, body, kept_as)

@@ -24,7 +24,7 @@ _ASK_EVERY_S, _LOOK_EVERY_S = 0.5, 0.25
 #: The longest wait for the states of now. There is no wait for a worker with a question unanswered for this time.
 _PROMPT_S = 0.05
 _UNREACHED_S = 5.0  # time until the log names a worker that never came
-_LAG_S = 0.5  # a process that is later than this has not read the answers: its workers are not silent
+_LAG_S = 0.5  # a later process has not read the answers: its workers are not silent
 #: States in which a worker is in order. Orders end a pause or a sleep.
 _WELL = ("serving", "paused", "asleep")
 #: The lines of the log, by the word for a worker's state.
@@ -91,7 +91,7 @@ class WorkerWatch:
         self.published = PublishedWeights(min_version)
         #: Weights that did not reach all workers. They count as published once a worker uses them.
         self.attempt: PublishedWeights | None = None
-        #: Endpoints of workers with older weights: what the gateway does about it, or what an operator can do.
+        #: Endpoints of workers with older weights, with the gateway's cure, or a cure for an operator.
         self.outlook: dict[str, str] = {}
         self._pool = pool
         self._silent_s = silent_s
@@ -137,7 +137,7 @@ class WorkerWatch:
         return [worker.known for worker in self._workers if worker.known is not None]
 
     def is_connected(self, endpoint: str) -> bool:
-        """Whether there is a connection to a worker, or was one within `_PROMPT_S`: each request asks this."""
+        """Whether a worker is connected, or was within `_PROMPT_S`: each request asks this."""
         recent_s = self._loop.time() - _PROMPT_S
         return any(
             (worker.connected and worker.looked_s > recent_s) or self._look_at(worker)

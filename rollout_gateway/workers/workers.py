@@ -43,7 +43,7 @@ class RequestIds:
 
     @contextmanager
     def note(self, known_id: str, parts: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """A request is sent in this block. If it is refused, an earlier one with its id is known again."""
+        """A request is sent in this block. If it is refused, an earlier request with its id is known again."""
         earlier, mine = self._parts.get(known_id), tuple(parts)
         self._keep(known_id, mine)
         try:
@@ -108,7 +108,7 @@ class TokenRequest:
 
     @property
     def ends_session(self) -> bool:
-        """True if it is the last one of its session."""
+        """True if it is the last request of its session."""
         return "end_of_session" in self.fields
 
 
@@ -299,7 +299,7 @@ class Workers:
                 self._idle.set()
 
     def _check_reachable(self, requests: list[TokenRequest]) -> None:
-        """Raise `Unavailable` if requests are not resumed and no worker can take these: they would only wait."""
+        """Raise `Unavailable` if requests are not resumed and no worker can take them: they would only wait."""
         named = requests[0].fields.get("endpoint")
         endpoints = self.pool.endpoints if named is None else (named,)
         if not self._resumes and not any(map(self.watch.is_connected, endpoints)):
@@ -309,8 +309,8 @@ class Workers:
 class SessionTurns:
     """The conversations that clients name by `X-Session-ID`, whose KV the pool keeps at one worker each.
 
-    One turn at a time uses the session's own KV. Other requests of the session, and those for several completions, go
-    where the pool finds their prompt.
+    One turn at a time uses the session's own KV. Other requests of the session, and requests for several completions,
+    go where the pool finds their prompt.
     """
 
     def __init__(self, pool: AsyncRolloutClient, idle_s: float) -> None:

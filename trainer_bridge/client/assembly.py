@@ -15,7 +15,7 @@ from trainer_bridge.wire.columns import COLUMNS, MARKS, TOKEN_COLUMNS, TOP_COLUM
 from trainer_bridge.wire.errors import ProtocolError
 from trainer_bridge.wire.prompt_tops import PromptScores
 
-_LOOSE_PARTS = 256  # parts of a completion that are kept one by one; more are joined, since each costs 1.5 kB
+_LOOSE_PARTS = 256  # most parts of a completion that are kept apart; more parts are joined, since each costs 1.5 kB
 
 
 class Assembler:

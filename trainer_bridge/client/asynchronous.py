@@ -3,8 +3,8 @@
     async with AsyncRolloutClient("tcp://127.0.0.1:5757") as client:
         results = await asyncio.gather(*(client.generate(prompt, max_tokens=64) for prompt in prompts))
 
-The event loop watches the sockets' file descriptors. ZeroMQ signals on them only when something changes, so whatever
-touches a socket must empty it: every send is followed by a read of all messages.
+The event loop watches the sockets' file descriptors. ZeroMQ signals on them only when something changes, so any use of
+a socket must empty it: every send is followed by a read of all messages.
 """
 
 from __future__ import annotations

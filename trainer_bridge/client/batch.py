@@ -1,4 +1,4 @@
-"""Many requests through one client: a window of them in flight, the next one sent when one is done.
+"""Many requests through one client: a window of requests in flight; when one is done, the next is sent.
 
 If a worker's queue is full, the request is sent again after the time that the worker names. Any other error is the
 request's outcome.
@@ -44,7 +44,7 @@ class Settled:
 
 
 def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
-    """Plans of all requests; fields of an item replace the common ones.
+    """Plans of all requests; fields of an item replace the common fields.
 
     Raises the errors of `plan_request`; the error of an item begins with `request` and its index.
     """

@@ -59,7 +59,7 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
 
 
 class ClientCall:
-    """One request in flight, or its outcome: one of `result`, `reply` and `error`. `ClientCore` makes and changes it.
+    """One request in flight, or its outcome: `result`, `reply` or `error`. `ClientCore` makes and changes it.
 
     `weight` is what it adds to its endpoint's load, `deadline` of `time.monotonic`. `on_update` is called whenever
     something has come for it.
@@ -170,7 +170,7 @@ class ClientCore(ProcessBound):
     # --- starting and ending ------------------------------------------------------------------------------------------
 
     def generate(self, plan: RequestPlan) -> ClientCall:
-        """Send a generate request to the endpoint of its session, or to the least loaded one."""
+        """Send a generate request to the endpoint of its session, or to the least loaded endpoint."""
         self._check_open()
         call = self.launch(plan, plan.timeout_s)
         if plan.stream:
@@ -178,7 +178,7 @@ class ClientCore(ProcessBound):
         return call
 
     def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[str] = ()) -> ClientCall:
-        """Send a generate request to one worker; to none of the endpoints `avoid` where there are others."""
+        """Send a generate request to one worker, outside the endpoints `avoid` if possible."""
         self._absorb_all()  # a loss that is not known yet is not a loss of this call
         self.ask_newcomers()
         if plan.endpoint is not None:
@@ -455,7 +455,7 @@ class ClientCore(ProcessBound):
     def read_replies(self, endpoint: str, most: int = _MESSAGES_A_LOOK) -> None:
         """Read at most `most` messages of one connection, so that other connections get their turn.
 
-        If the connection was lost, its calls fail and another one is opened, over which unsent messages go.
+        If the connection was lost, its calls fail, and unsent messages go over a new connection.
         """
         if self._closed or endpoint not in self.connections:
             return
@@ -547,7 +547,9 @@ class ClientCore(ProcessBound):
     def _interpret(self, call: ClientCall, reply: dict[str, Any]) -> None:
         op = reply.get("op")
         if reply.get("v") != wire.PROTOCOL_VERSION:
-            raise ProtocolError(f"the worker speaks version {reply.get('v')!r:.40}, this client 1; update one of them")
+            raise ProtocolError(
+                f"the worker speaks version {reply.get('v')!r:.40}, this client 1; update the older side"
+            )
         if op == "error":
             error = from_reply(reply)
             if not (error.need and self._send_again(call, error.need)):

@@ -189,7 +189,7 @@ class ClientFace(ProcessBound, Generic[_Answer, _Chunks, _Completions]):
 
 
 class StreamView(ProcessBound):
-    """The parts of a stream that do not wait: its id, its endpoint, its chunks."""
+    """The parts of a stream that do not wait: id, endpoint, chunks."""
 
     _instead = "read it in its process, and pass its chunks or its result"
     _readable_after_fork = frozenset({"id", "endpoint", "result", "partials", "_call"})
@@ -206,7 +206,7 @@ class StreamView(ProcessBound):
 
     @property
     def endpoint(self) -> str:
-        """The endpoint of its worker; empty until it has one."""
+        """The endpoint of its worker; empty until the request has a worker."""
         return self._call.endpoint
 
     @property

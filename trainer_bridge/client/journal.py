@@ -71,7 +71,7 @@ class JournaledRequest:
 
 @dataclass(slots=True)
 class _Index:
-    """The places of an id's records: (offset, bytes) of each, and whether the last one is its result."""
+    """The records of an id: (offset, bytes) of each, and whether the last record is the result."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
     finished: bool = False

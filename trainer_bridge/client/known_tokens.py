@@ -1,7 +1,7 @@
 """The tokens of a resuming client's own requests, so that a fork outlives the worker of its source.
 
-A request is known once it is sent: its prompt, if the client has its token ids, and the received tokens.
-Those of ended requests are known until they take too much memory; then the oldest are forgotten.
+A sent request is known: its prompt, if the client has its token ids, and the received tokens. Tokens of ended requests
+are known until they take too much memory; then the oldest are forgotten.
 """
 
 from collections.abc import Callable, Mapping
@@ -100,7 +100,7 @@ class KnownTokens:
         return next(running, self._turns.get(session)) if isinstance(session, str) else None
 
     def _tokens(self, name: str, index: Any) -> tuple[MediaPrompt, str | None] | None:
-        """A request's prompt with one of its completions, and its salt."""
+        """A request's prompt with a completion, and the request's salt."""
         call = self._running.get(name)
         if call is not None:
             if call.prompt is None or not _is_index(index, len(call.parts)):

@@ -3,8 +3,8 @@
     inputs = processor(text=..., images=..., return_tensors="pt")        as for the trainer's own forward
     client.generate(processor_prompt(inputs), max_tokens=64)
 
-The pixels go to the worker as they are, so trainer and worker see the same image. The first message to a worker with an
-image carries its pixels; later ones name it by its hash.
+The pixels go to the worker as they are, so trainer and worker see the same image. The first message with an image
+carries its pixels to a worker; later messages name its hash.
 """
 
 from __future__ import annotations

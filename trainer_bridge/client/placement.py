@@ -4,12 +4,12 @@
     a fork                        the worker that has the tokens which it continues
     a turn of a session           the worker that has its KV
     a prompt that was sent before the least loaded of the workers that hold the longest part of it,
-                                  unless that one has far more to do than the least loaded worker
+                                  unless it has far more to do than the least loaded worker
     any other                     the least loaded worker
 
 Load is counted in completions of this client in flight. A worker that was lost or added is a newcomer: it may hold old
-weights. It is used once its weights are as new as the other workers'; before that only if there is no other worker. A
-worker that is leaving gets no new requests.
+weights. It is used once its weights are as new as the other workers', or if there is no other worker. A worker that is
+leaving gets no new requests.
 
 A worker holds a prompt once a request with it was sent there. New weights drop prefix caches; the next request
 with the prompt then fills the cache again, at the same worker.

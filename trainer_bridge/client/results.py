@@ -160,7 +160,7 @@ class GenerateResult(PromptScores):
 
 
 class Status(dict[str, Any]):
-    """A worker's answer to `status`: a map with the fields of the protocol. Its repr shows the main ones."""
+    """A worker's answer to `status`: a map with the fields of the protocol. Its repr shows the main fields."""
 
     def __repr__(self) -> str:
         main = {name: self[name] for name in _MAIN if name in self}

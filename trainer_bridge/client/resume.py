@@ -8,8 +8,8 @@ that can be reached. A request without any received token is sent again as a who
        ^                                                          |
        +------- suspend: connection lost, unavailable, ... -------+
 
-Replies never trigger a send directly: a lost leg only puts its completions among the waiting ones. Every wait of a
-client calls `remaining_wait_s`, which sends them. With a journal, tokens are written before the caller gets them.
+Replies never trigger a send directly: a lost leg only makes its completions wait. Every wait of a client calls
+`remaining_wait_s`, which sends them. With a journal, tokens are written before the caller gets them.
 """
 
 import math
@@ -152,7 +152,7 @@ class ResumingCore(ClientCore):
         return None if least == math.inf else max(0.0, least)
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
-        """End a request: one of this client with its present tokens, others as `ClientCore` does."""
+        """End a request: a resumed request with its present tokens, any other as `ClientCore` does."""
         self._absorb_all()
         if target not in self._running:
             return super().cancel(target, endpoint)

@@ -81,7 +81,7 @@ class ResumedCall(ClientCall):
         self.plan = plan
         self.source: Source | None = None  # the tokens that it continues; None if they are not known here
         self.prompt: MediaPrompt | None = None  # prompt with continued tokens; None if its token ids are not known here
-        self.by_tokens = False  # a worker did not know what it continues, so the tokens are sent
+        self.by_tokens = False  # a worker did not know the continued tokens, so they are sent
         self.seed = seed
         unix_s = time.time()
         self.started_unix_s = unix_s if started_unix_s is None else started_unix_s
@@ -206,7 +206,7 @@ class ResumedCall(ClientCall):
         # The completions of a worker that gave them back may have ended here: by a cancel, or by their deadline.
         if self.resumes == 0 and len(results) == 1 and _ends(results[0].completions) == _ends(completions):
             return replace(results[0], id=self.id)
-        # A worker that gave a completion back may send its last message after the continued one has ended.
+        # A worker that gave a completion back may send its last message after the continued completion has ended.
         newest = max(self.results, key=lambda leg: leg.started, default=None)
         last = None if newest is None else self.results[newest]
         known = 0 if self.prompt is None else len(self.prompt.token_ids)
@@ -289,7 +289,7 @@ def continued_plan(
     """The request that continues one completion: `partial` is its present part, with its seed.
 
     With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
-    stays here, since it may be large: chunks bring what is added to it.
+    stays here, since it may be large: chunks bring additions.
     """
     left_out = {"n", "min_complete", *((*SCORE_FIELDS, "prompt_logprobs_last") if scored else ())}
     fields = {name: value for name, value in plan.fields.items() if name not in left_out}

@@ -1,1 +1,1 @@
-"""Adapters for trainers of other projects. Each imports only what it needs of its project, when it is used."""
+"""Adapters for trainers of other projects. Each module imports only the needed parts of its project, at their use."""

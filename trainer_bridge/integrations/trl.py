@@ -10,7 +10,7 @@ Imports nothing of TRL: its trainer asks for methods and attributes, not for typ
 
 - A sample's `old_log_probs` are log-softmax of logits / temperature at the sampled tokens, which is what the trainer
   computes again, at the positions of those tokens; 0 in the prompt.
-- Its `model_version` is the version of the oldest weights that drew one of its tokens, in the trainer's count. It comes
+- `model_version` is the version of the oldest weights that drew a token of the sample, in the trainer's count. It comes
   from the worker's stamps, not from when something was asked for.
 - `send_weights` returns when every worker uses the weights: a version is reported only once it is applied.
 - At most `ahead` samples are in progress or wait for the trainer, so none is made that it would drop as stale.
@@ -97,12 +97,12 @@ class WeightTransfer:
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Bring the tensors to every worker; returns when all of them use them.
 
-        Raises the first worker's error; that worker has its old weights then. All tensors are collected before
-        they are sent. TRL gathers the parts of a sharded model one by one, so the whole model is collected.
+        Raises the first worker's error; that worker has its old weights then. All tensors are collected before they are
+        sent. TRL gathers a sharded model tensor by tensor, so the whole model is collected.
         """
         if self._publisher is None:
             raise RuntimeError("send_weights came before init_weight_transfer")
-        # A worker may have taken an attempt that failed: the next one must be newer to it.
+        # A worker may have taken a failed attempt: the next attempt must have a newer version.
         self._versions.append(self.sent + 1)
         handle = self._publisher.publish(list(iterator), version=self.version)
         handle.applied()

@@ -148,7 +148,7 @@ class WorkerGeneration(VLLMGeneration):
     ) -> list[Completion]:
         """A completion for each prompt, in their order, of at most `limits` tokens (the trainer's, if absent).
 
-        Raises `RolloutError` if one did not end by a stop token or its length.
+        Raises `RolloutError` if a completion did not end by a stop token or its length.
         """
         limits = [self.max_completion_length] * len(prompts) if limits is None else limits
         requests = []
@@ -185,7 +185,7 @@ class WorkerGeneration(VLLMGeneration):
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors by name, on rank 0. Every rank must iterate: TRL gathers them together.
 
-        What TRL merges or gathers is valid only until its next tensor, so it is copied to host memory.
+        A tensor that TRL merges or gathers is valid only until the next, so it is copied to host memory.
         """
         copies = is_peft_model(self.model) or self._dist.is_fsdp or self._dist.is_zero3
         for name, tensor in self._iter_named_params():
@@ -213,7 +213,7 @@ def drawn_logprobs(item: Completion) -> list[float]:
 def use_workers(
     trainer: Any, endpoints: str | Sequence[str], *, curve: ClientCurve | None = None, **options: Any
 ) -> WorkerGeneration:
-    """Have a trainer of TRL generate by workers. Returns what it uses; close it after the training.
+    """Have a trainer of TRL generate by workers. Returns the resources in use; close them after the training.
 
     Call this once, on every rank, between the trainer's construction and `train`. The config must not say `use_vllm`.
     `options` are `WeightPublisher`'s. Raises TypeError for a trainer that does not generate, ValueError if it uses

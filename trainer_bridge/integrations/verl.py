@@ -7,7 +7,7 @@
     checkpoint_engine.backend=rollout               BridgeEngine: rank 0 of the trainer publishes to all workers
     checkpoint_manager_class=...CheckpointManager   the same, without what verl does around it: abort, release KV
 
-verl loads this file by the entry-point group `verl.plugins`. It hides the errors of that, so they are logged here. A
+verl loads this file by the entry-point group `verl.plugins`. verl hides errors of updates, so they are logged here. A
 replica is one worker on one GPU. Invariants:
 
 - Token ids go both ways and are never made from text here. Pixels are made by the trainer's processor (`verl_media`).

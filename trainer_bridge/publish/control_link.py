@@ -110,7 +110,7 @@ class ControlLink:
             return
         raise ConnectionLost(
             f"{self.endpoint} cannot be reached: it has refused connections for {self._refused_s:g} s, so no worker "
-            "listens there; set begin_s to wait for one that is starting"
+            "listens there; set begin_s to wait for a worker that is starting"
         )
 
     def receive(self, message_id: str) -> dict[str, Any] | None:

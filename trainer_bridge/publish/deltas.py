@@ -1,12 +1,12 @@
-"""The last update, kept so that the next one can send what has changed.
+"""The last update, kept so that the next update can send only changes.
 
-    publish N+1    bucket of the tensors --compare--> kept bucket of N     the codes of what differs
-                                         --copy-----> kept bucket          now of N+1; then the next bucket
+    publish N+1    bucket of the tensors --compare--> kept bucket of N     the codes of changes
+                                         --copy-----> kept bucket          now N+1's; then the next bucket
 
 All buckets are compared before anything is sent, so the trainer may change its tensors as soon as that is done. Workers
 that have the content of update N get the codes; all others get update N+1 whole, from the kept bytes. Each update has a
-random name, its *content*; a worker names the bytes that it holds by it. So bytes of another publisher, of an earlier
-run or of an update that the worker missed are never taken for the base.
+random name, its *content*, by which a worker names its bytes. So bytes of another publisher, of an earlier run or of an
+update that the worker missed are never taken for the base.
 
 Comparing runs where the tensors are: on a GPU by torch, at the speed of its memory. The kept bytes are on that GPU, or
 in host memory, from where each bucket crosses to the GPU and back.
@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 
 
 class KeptDeltas(KeptUpdate):
-    """The kept update, which workers have it, and the changes of the newest one. Belongs to the publisher's thread."""
+    """The kept update, the workers that have it, and the newest update's changes. Belongs to the publisher's thread."""
 
     def __init__(self, memory: DeltaMemory) -> None:
         super().__init__()
         self._where = memory
         self._content = ""  # the random name of the kept bytes
-        #: The newest update as what has changed; None if there is no base, or if too much has changed.
+        #: The newest update as changes; None without a base, or if too much has changed.
         self.changes: Payload | None = None
         self._tied: dict[str, str] = {}  # names that the kept update leaves out, and its name of the same tensor
         self.base_holders: set[str] = set()  # endpoints that have the content that the changes are made from
@@ -51,7 +51,7 @@ class KeptDeltas(KeptUpdate):
         """No-op: `take` keeps the update."""
 
     def take(self, payload: Payload, stop: threading.Event) -> None:
-        """Keep an update, and find what has changed since the last one. Afterwards its tensors are not read.
+        """Keep an update, and find the changes since the last update. Afterwards its tensors are not read.
 
         Raises `RolloutError` if the memory cannot be had, and once `stop` is set.
         """

@@ -23,7 +23,7 @@ class WorkerReport:
     endpoint: str
     version: int
     transport: str
-    why: str  # why it is this transport and not a faster one
+    why: str  # why no faster transport was chosen
     nbytes: int
     pause_s: float  # how long generation stood still
     seconds: float  # time from publish() until the worker used the new weights

@@ -2,7 +2,7 @@
 
 A trainer may change its tensors after `held`, so sending an update again needs a copy. It is made while the update is
 packed, into one buffer for all updates: from the first to the last byte of a new update, no update can be sent again.
-An update that is refused before its first byte does not change the kept one.
+An update that is refused before its first byte does not change the kept update.
 """
 
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def worth_keeping(handle: PublishHandle) -> bool:
-    """Whether a worker took a finished update, or may take it later: not if all of them refused it."""
+    """Whether a worker took a finished update, or may take it later: not if all workers refused it."""
     lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
     return not handle.refused and (handle.begun or lost)
 

@@ -10,7 +10,7 @@
     BUCKETS 4, 5, into the first half, once the reads of round 0 have run, ..
     RELEASED: all buffers are unmapped   == broadcast ==>       the buffer is kept for the next update
 
-`trainer_ranks` carries the messages. A portion has each tensor's rows one after the other, at the tensor's place in the
+`trainer_ranks` carries the messages. In a portion a tensor's rows follow each other, at the tensor's offset in the
 bucket, so no table is sent.
 
 Invariants:
@@ -107,7 +107,7 @@ class LentBuffer:
 
 
 def _allocate(memory: IpcMemory, nbytes: int) -> torch.Tensor:
-    """Memory to lend. If there is too little, torch gives back what it keeps for later. Raises OSError."""
+    """Memory to lend. If memory is short, torch gives back its cache. Raises OSError."""
     try:
         return memory.allocate(nbytes)
     except OSError:

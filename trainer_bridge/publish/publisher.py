@@ -16,8 +16,8 @@ Invariants:
 - A failed worker does not stop the others; `applied` raises its error.
 - Every phase has a deadline, and its error names the phase and the worker.
 - With `deltas` a worker that refuses changes, at any phase, gets the whole update by the same `publish`.
-- If an update waits for recomputation at a worker (`waits_for` of its status) and a newer one is queued, the worker
-  drops the one that waits, and `applied` raises `WeightsReplaced`.
+- If an update waits for recomputation at a worker (`waits_for` of its status) and a newer update is queued, the worker
+  drops the waiting update, and `applied` raises `WeightsReplaced`.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class WeightPublisher(Closing):
             self._check_not_closed()
             left = [other for other in self.endpoints if other != endpoint]
             if len(left) == len(self.endpoints) or not left:
-                raise ValueError(f"{endpoint!r} is not an endpoint of this publisher, or its last one")
+                raise ValueError(f"{endpoint!r} is not an endpoint of this publisher, or is its last endpoint")
             self.endpoints = left
             self._jobs.put(_Change(endpoint, None))
 

@@ -116,7 +116,7 @@ class TransportChoice:
         return any(TRANSPORTS[name].in_group for names in offered for name in names[:1])
 
     def refused(self, payload: Payload, recipients: Iterable[Recipient]) -> list[Recipient]:
-        """The recipients that refused only the transport; they are tried again with another one."""
+        """The recipients that refused only the transport; they are tried again with another transport."""
         again = []
         for recipient in recipients:
             error = recipient.error

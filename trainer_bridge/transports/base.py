@@ -186,7 +186,7 @@ class Recipient:
     error: RolloutError | None = None
     transport: str = ""  # the transport that it granted
     route: str = ""  # the sender of that transport that serves it
-    why: str = ""  # why it is this transport and not a faster one
+    why: str = ""  # why no faster transport was chosen
     weight_socket: str = ""  # the endpoint by which the publisher is connected to it
     options: dict[str, Any] = field(default_factory=dict)  # fields of `commit`, from its sender
     sent_bytes: int = 0  # bytes of tensors or codes

@@ -3,7 +3,7 @@
     <folder>/version-12-5f0c.../model-00001-of-00003.safetensors ... model.safetensors.index.json
 
 The publisher writes the folder under a temporary name and renames it when it is complete, so a reader never finds an
-incomplete one. Any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the
+incomplete folder. Any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the
 files in `begin`, reads them while it generates, and writes their bytes directly to the staging memory.
 
 A file is read in pieces: its header, then parts of at most `piece_bytes` of each tensor. Each has a checksum, so every
@@ -78,7 +78,7 @@ class _FileNote:
     name: str
     nbytes: int
     checksums: Sequence[int]  # header, then pieces
-    offset: int  # first byte, where all files lie one after the other
+    offset: int  # first byte in the joined files
 
 
 class DiskReceiver(TransportReceiver):
@@ -238,7 +238,7 @@ class _OpenFile:
 class OpenFolder:
     """The folder of an update, from which a rank reads its pieces, by the options of `begin`: `OfferedMemory`.
 
-    The index of a piece is its place where all files lie one after the other. Raises `RolloutError`.
+    Pieces are numbered over all files in their order. Raises `RolloutError`.
     """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:

@@ -463,7 +463,7 @@ def _tied(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
     first: dict[tuple, str] = {}  # names by memory
     tied = {}
     for name, tensor in tensors:
-        if tensor.numel() and not is_spread(tensor):  # others have no address of their own
+        if tensor.numel() and not is_spread(tensor):  # other tensors have no address of their own
             memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             if first.setdefault(memory, name) != name:
                 tied[name] = first[memory]
@@ -499,5 +499,5 @@ def _side_stream(tensors: list[torch.Tensor]) -> tuple[torch.cuda.Stream | None,
 
 @functools.cache
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """The side stream of a GPU. One for all updates: torch reuses memory only on the stream that it was made for."""
+    """The side stream of a GPU, one for all updates: torch reuses memory only on its first stream."""
     return torch.cuda.Stream(device)

@@ -5,13 +5,13 @@
     sections          |== a ==|= b =|= c == c =|....|== a ==|= b =|= c == c =|   rank 0's bytes, then rank 1's, ..
                       ^ bucket                      ^ bucket
 
-A section has what one rank keeps of each tensor, in the order of the manifest, so that a rank copies its bytes in one
-run for each tensor, and reads no others. Each section begins with a bucket: a bucket belongs to one rank. Buckets of
-all ranks are sent in turn, so that all ranks copy at the same time; the last rank's come first, since a worker's first
-rank takes its own itself, and only orders the other ranks to read theirs.
+A section has the parts of tensors that one rank keeps, in the order of the manifest, so that a rank copies its bytes in
+one run for each tensor, and reads no other bytes. Each section begins with a bucket: a bucket belongs to one rank.
+Buckets of all ranks are sent in turn, so that all ranks copy at the same time; the last rank's come first, since a
+worker's first rank takes its own buckets itself, and only orders other ranks to read.
 
 Both sides make the plan, from the update's manifest and the cuts of all ranks. A worker names its cuts once, in the
-answer to a `begin` whose `sections` is empty. Later ones have the digest of the plan, and a worker with other cuts
+answer to a `begin` whose `sections` is empty. A later `begin` has the digest of the plan, and a worker with other cuts
 refuses it. The digest covers the manifest's layout, every cut, and the plan with the order of its buckets.
 """
 
@@ -102,7 +102,7 @@ def plan_sections(whole: Manifest, ranks: Sequence[RankCuts]) -> Sections:
 
 
 def section_of(whole: Manifest, cuts: RankCuts, begin: int) -> list[tuple[TensorEntry, int, Cut | None]]:
-    """The section of one rank, which begins at byte `begin`: what it keeps of each tensor, its number, and the cut."""
+    """The section of one rank, from byte `begin` on: the kept part of each tensor, its number, and the cut."""
     section, at = [], begin
     for number, entry in enumerate(whole.tensors):
         if entry.name not in cuts:

@@ -44,7 +44,7 @@ from trainer_bridge.wire.errors import BadRequest, RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
-_HEADER_BYTES = 4096  # a page, so that slots begin on one; its first bytes are the secret
+_HEADER_BYTES = 4096  # a page, so that slots begin on pages; its first bytes are the secret
 _SECRET_BYTES = 32
 _MAX_SLOTS = 64
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -200,7 +200,7 @@ class Segment:
         return {**place, "slots": self.slots, "slot_bytes": self.slot_bytes}
 
     def close(self) -> None:
-        """Release it; workers that have mapped it keep their mapping."""
+        """Release the memory; workers that have mapped it keep their mapping."""
         os.close(self._fd)
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())

@@ -108,7 +108,7 @@ class ZmqReceiver(TransportReceiver):
     def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Take one message; without one, acknowledge the buckets that came.
 
-        While another transport expects buckets in shared memory, it calls this with its update.
+        Called by a transport that expects buckets in shared memory, with its update.
         """
         if incoming is None and self._shared is not None:
             return False

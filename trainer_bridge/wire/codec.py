@@ -300,14 +300,14 @@ def _read_blob(index: int, blob: memoryview, dtype: np.dtype, shape: list[int]) 
 
 
 def split_envelope(frames: Sequence[Frame]) -> tuple[bool, list[Frame]]:
-    """Take the empty delimiter off, if there is one: `(had_delimiter, frames from the header on)`."""
+    """Take the empty delimiter off, if any: `(had_delimiter, frames from the header on)`."""
     if frames and len(frames[0]) == 0:
         return True, list(frames[1:])
     return False, list(frames)
 
 
 def join_envelope(had_delimiter: bool, frames: Sequence[Frame]) -> list[Frame]:
-    """Put the empty delimiter back in front of a reply whose request had one."""
+    """Put the empty delimiter back in front of a reply if its request had it."""
     return [b"", *frames] if had_delimiter else list(frames)
 
 

@@ -3,8 +3,8 @@
     NAME.key           a public key; not secret
     NAME.key_secret    the pair; readable by its owner only
 
-The format is the one of ZeroMQ's own certificate tools (ZPL), so their files work here and these work there. Nothing
-that exists is ever overwritten. Needs ZeroMQ only.
+The format is the one of ZeroMQ's own certificate tools (ZPL), so files of either work in both. Nothing that exists is
+ever overwritten. Needs ZeroMQ only.
 """
 
 import logging

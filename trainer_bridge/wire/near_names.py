@@ -14,6 +14,6 @@ def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def remedy(name: str, known: Iterable[str], within: str = "") -> str:
-    """Advice on an unknown field: use the one that was meant, or remove it. `within`: the path to its map."""
+    """Advice on an unknown field: use the field that was meant, or remove it. `within`: the path to its map."""
     near = near_name(name, known, 0.75)
     return f"did you mean {within + near!r}?" if near else "remove it"

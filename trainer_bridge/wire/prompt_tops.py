@@ -42,7 +42,7 @@ class PromptTops:
         self.logprobs[:] = np.nan
 
     def copy(self) -> PromptTops:
-        """The present rows; later ones are not seen in them."""
+        """The present rows, without later rows."""
         return PromptTops(self.ranks.copy(), self.ids.copy(), self.logprobs.copy())
 
     def fields(self) -> dict[str, np.ndarray]:

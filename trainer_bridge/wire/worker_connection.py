@@ -8,8 +8,8 @@ ZeroMQ's own thread learns of a loss later than the operating system does: on a 
 meanwhile would be lost with the socket. So the operating system is asked, too: a connection that the worker has closed
 is `ending`. It still delivers messages that have arrived; new ones wait for the next connection.
 
-A name may have addresses of IPv4 and IPv6, and ZeroMQ tries one of them. So after an attempt that failed, the next one
-is by the other family, until there has been a connection.
+A name may have addresses of IPv4 and IPv6, and ZeroMQ tries only one. So after a failed attempt the next attempt uses
+the other family, until a connection has succeeded.
 
 A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: `refused` says why, until `reopen`.
 
@@ -121,7 +121,7 @@ class WorkerConnection:
     def numeric_endpoint(self) -> str:
         """The endpoint, with the address that the connection goes to in the place of a name.
 
-        A name may have several hosts, and what follows has to reach the same one.
+        A name may have several hosts, and later messages must reach the same host.
         """
         if not self._by_name or self._descriptor is None:
             return self.endpoint
@@ -215,7 +215,7 @@ class WorkerConnection:
         self._unsent.clear()
 
     def reopen(self) -> None:
-        """Throw the socket away with all that was sent, and open another one; what waits here goes on waiting."""
+        """Throw the socket away with all sent messages, and open a new socket; waiting messages go on waiting."""
         self._close(0)
         self._open()
         self.gone = True

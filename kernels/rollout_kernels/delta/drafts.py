@@ -8,7 +8,7 @@
     forward     `short_conv`, then a rule: outputs of all three; the row keeps S1, as after a step without drafts.
                 S2 and S3 are never written: what they are made of is kept, for each layer and draft row
     catch up    after the comparison with the tokens drawn: rows with a accepted drafts go from S1 to S1+a, in all
-                layers at once. A row without any stays as it is
+                layers at once. A row without accepted drafts stays as it is
 
 So after the step, in stream order, each state has seen exactly the tokens of its row. Draft rows have no states.
 
@@ -38,7 +38,7 @@ def catch_up(
     Args:
         state_LNHKV: float32, changed in place.
         conv_LNCW: the last inputs of the convolution, changed in place.
-        kept: of all layers, with a dimension L before the others.
+        kept: of all layers, with a first dimension L.
         verified_M4: int64: row, place of its own draw, number of drafts, and something else.
         rows_S: int64 rows of the step; a row's drafts follow it.
         accepted_S: int32 number of accepted drafts at the place of each row with drafts.

@@ -9,7 +9,7 @@ import torch
 
 #: Tokens of a row that a prefill computes at once.
 CHUNK = 64
-#: Added to the squared length of queries and keys before these are divided by their length.
+#: Added to the squared length of queries and keys before they are divided by their length.
 UNIT_EPS = 1e-6
 
 
@@ -17,15 +17,15 @@ class Spans(NamedTuple):
     """The tokens of a step by row, B rows. A token at position 0 begins with an empty state.
 
     Decode: `lengths` is None and token b belongs to row b. Otherwise the tokens of a row follow each other. Places are
-    distinct, except for padding rows: these share place 0, whose content has no meaning.
+    distinct, except for padding rows, which share place 0; its content has no meaning.
     """
 
     places_B: torch.Tensor  # int64: where each row's state is
     positions_T: torch.Tensor  # int32 or int64: of each token in its row
     lengths: tuple[int, ...] | None = None  # tokens of each row, in host integers
     starts_B1: torch.Tensor | None = None  # int32: first token of each row, and their total; for GPUs
-    #: Tokens go through the operations one after the other, never in chunks: a token's bits do not depend on its step.
-    #: Needs `lengths`, in decode steps, too.
+    #: Tokens go through the operations in turn, never in chunks: a token's bits do not depend on its step. Needs
+    #: `lengths`, in decode steps, too.
     one_by_one: bool = False
     #: int32, of a step with drafts: how many draft rows follow each row; -1 for a draft row. See `drafts.py`.
     behind_B: torch.Tensor | None = None
@@ -37,20 +37,20 @@ class Spans(NamedTuple):
         return enumerate(rows)
 
     def rows_by_depth(self) -> list[torch.Tensor]:
-        """Places in the step of all rows, of those with a draft, of those with two, and so on; no draft rows."""
+        """Indices in the step of all rows, of rows with a draft, of rows with two drafts, and so on; no draft rows."""
         assert self.behind_B is not None, "a step with drafts says where they are"
         most = int(self.behind_B.max())
         return [torch.nonzero(self.behind_B >= depth)[:, 0] for depth in range(max(most, 0) + 1)]
 
 
-#: Gated DeltaNet; the same with a decay for each channel of a key; or without beta: a token adds its value as it is.
+#: Gated DeltaNet; with a decay for each channel of a key; or without beta: a token adds its value as it is.
 Rule = Literal["gated", "channels", "plain"]
 
 
 class DraftInputs(NamedTuple):
     """The inputs of a step's drafts with which states catch up: of one layer, or of all with a dimension L before.
 
-    D draft rows, C channels; see `drafts.py`. Its last dimensions hold the parts that are named, one after the other.
+    D draft rows, C channels; see `drafts.py`. The last dimensions hold the named parts side by side.
     """
 
     inputs_DC: torch.Tensor  # inputs of the convolution, in the model's dtype

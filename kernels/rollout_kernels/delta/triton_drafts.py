@@ -3,9 +3,9 @@
 A program for each row with drafts, layer, value head and block of values; it ends at once if nothing was accepted. Each
 also moves a share of the convolution's inputs.
 
-In steps with drafts a token is computed as in steps without them, with the same tiles: where these give a row the same
-bits in every step, so does a step with drafts. This holds where tokens come one by one, and products are rounded before
-the sum.
+In steps with drafts a token is computed as in steps without drafts, with the same tiles: where steps without drafts
+give a row the same bits in every step, so do steps with drafts. That is so where tokens come one by one, and products
+are rounded before the sum.
 
 Legend: as in `drafts`.
 """

@@ -22,7 +22,7 @@ The system I + A is inverted in blocks of `_BLOCK` tokens by forward substitutio
 product of powers of A would be faster, but they may be too large for float32. Then pairs of blocks are joined: for a
 block diagonal D and what lies below it in pairs, L, the inverse is D - D L D.
 
-The system and its inverse are sums of three tf32 products each, nearly as exact as float32: what is solved for depends
+The system and its inverse are sums of three tf32 products each, nearly as exact as float32: the solution depends
 strongly on them where keys are alike. The other products are tf32, eight times as exact as bf16 inputs, since three of
 them would need more registers than there are.
 

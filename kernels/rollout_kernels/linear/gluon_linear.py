@@ -9,8 +9,8 @@ So the memory stays busy while the predecessor ends. The kernel allows its succe
 the successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
 this kernel, so it may start only when x is complete.
 
-Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded there
-without loss, and the tensor cores read it from there. Their sums of a tile are multiplied by the scales and added in
+Weights may be e4m3 codes with scales of rows or of blocks. A tile of codes goes to registers. It is decoded without
+loss, and the tensor cores read it from the registers. Their sums of a tile are multiplied by the scales and added in
 float32. Several programs of a multiprocessor take turns: one decodes while another multiplies. Activations are f16 in
 the places of `half_rows`, so that a thread loads 16 codes at once, and decodes two with one instruction.
 

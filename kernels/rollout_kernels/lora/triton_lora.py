@@ -42,7 +42,7 @@ _MOST_RANK_TILE = 64
 #: In decode steps the shrink splits its inputs: the least inputs of a part, and the most parts.
 _INPUTS_A_PART = 512
 _MOST_PARTS = 8
-#: The most bytes of B that rows may read one by one; above, a kernel that reads B once is faster.
+#: The most bytes of B that rows may read separately; above, a kernel that reads B once is faster.
 _MOST_READ_BYTES = 16 << 20
 #: Ranks that `expand_row` handles at once, and the most values of B that a program then holds.
 _RANKS_AT_ONCE = 16

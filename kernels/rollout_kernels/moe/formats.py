@@ -51,7 +51,7 @@ def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves:
 
 
 class Shared(NamedTuple):
-    """Shared experts, which every token takes: how many are stored after the others, and whether a logit gates them."""
+    """Shared experts, which every token takes: how many follow the routed experts, and whether a logit gates them."""
 
     experts: int = 0
     gated: bool = False

@@ -6,9 +6,9 @@
 
 A tile has 128 rows of tokens that share an expert (`triton_padded_groups`) and 256 weight rows: for gate/up, 128 gate
 rows and their 128 up rows, so that SiLU is applied to the sums in registers. Consumers share the weights of a stage but
-run on their own: while one stores its results, the other one multiplies. A consumer whose half has no pairs only
-releases stages. Programs take tiles in turns; neighbouring programs have the same rows and other columns, so rows and
-an expert's weights are read from the L2 cache.
+run on their own: while one stores its results, the other multiplies. A consumer whose half has no pairs only releases
+stages. Programs take tiles in turns; neighbouring programs have the same rows and other columns, so rows and an
+expert's weights are read from the L2 cache.
 
 The results of the second product are f16 with a power of two for each row of a tile, which is nearly as good as
 float32 (11 bits, relative to the largest of 256 values only for values below 2^-29 of it), and half the bytes.
@@ -115,7 +115,7 @@ def _consume(
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                 w_tile = w_smem.index(stage).reshape([256, x_smem.shape[2]]).permute((1, 0))
                 acc = warpgroup_mma(x_smem.index(2 * stage + HALF), w_tile, acc, use_acc=step > 0, is_async=True)
-                # The product of this step may still run; the one before has ended, so its stage is free.
+                # The product of this step may still run; the product before it has ended, so its stage is free.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=step > 0)
                 count += 1

@@ -2,7 +2,7 @@
 
 The router's choice is among the experts of all ranks. Another rank's choice is replaced by an expert of this rank with
 weight 0: one of the token's own choices, or the first expert. It adds nothing, and hardly any weights are read for it.
-Every rank has its part of shared experts, which come after the others.
+Every rank has its part of shared experts, which come after the routed experts.
 
 Legend: T tokens, K experts a token.
 """
@@ -38,7 +38,7 @@ def _keep_kernel(
 def keep_experts(routing: Routing, first: int, count: int, experts: int) -> Routing:
     """The routing among the experts `first` .. `first + count - 1`, which become 0 .. `count - 1`.
 
-    Shared ones, from `experts` on, become `count` and those after it.
+    Shared experts, from `experts` on, follow from `count` on.
     """
     experts_TK, weights_TK = routing.experts_TK, routing.weights_TK
     tokens, top_k = experts_TK.shape

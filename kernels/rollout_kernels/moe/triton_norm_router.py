@@ -1,8 +1,8 @@
 """The norm before a mixture of experts, and its router, in one launch for few tokens.
 
-It computes what `add_rms_norm` and `moe_route` compute one after the other. Every program adds and normalises its token
-again, which costs less than another launch if there are few tokens; the first program of a token writes the results.
-Other programs may not have read the residual stream by then, so the new residual stream goes to other memory.
+It computes `add_rms_norm` and then `moe_route`. Every program adds and normalises its token again, which costs less
+than another launch if there are few tokens; the first program of a token writes the results. Other programs may not
+have read the residual stream by then, so the new residual stream goes to other memory.
 
 Legend: T tokens, S parts, E experts, K experts a token, H hidden.
 """
@@ -36,7 +36,7 @@ _BLOCK_E = 4
 
 @dataclass(frozen=True, slots=True)
 class RouterScratch:
-    """Memory through which the programs of a token pass their logits to the last one. All layers can share one."""
+    """Memory through which the programs of a token pass their logits to the last program. All layers can share one."""
 
     logits_TE: torch.Tensor  # float32
     arrived_T: torch.Tensor  # int32, zero between launches

@@ -43,7 +43,7 @@ _MOST_SHORT = tl.constexpr(8192)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The chosen experts of each token and their weights; shared ones that are stored with them come last."""
+    """The chosen experts of each token and their weights; shared experts that are stored with them come last."""
 
     experts_TK: torch.Tensor  # int32, the most likely first
     weights_TK: torch.Tensor  # float32
@@ -155,7 +155,7 @@ def sum_of_chosen(weight, chosen):
 
 @triton.jit
 def store_choices(token, e, place, chosen, weight, gate, to, CHOICE: tl.constexpr):
-    """Write the chosen experts of a token with their weights, then the shared ones, and the record.
+    """Write the chosen experts of a token with their weights, then the shared experts, and the record.
 
     `to` is `Outputs`; `gate` is the logit of the shared experts' gate.
     """

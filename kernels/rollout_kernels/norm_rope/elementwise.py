@@ -96,7 +96,7 @@ def rotate_heads(heads_TAD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Te
     """Turn all heads in place: halves of a head turn together, by the angles of the token. Computed in float32.
 
     Args:
-        heads_TAD: heads of each token lie one after the other; tokens may be further apart.
+        heads_TAD: heads of each token are contiguous; tokens may be further apart.
         cos_TD: cosines, float32, a value for each dimension.
         sin_TD: sines, likewise.
     """

@@ -550,8 +550,8 @@ def embed_rope(
         embed_VH: the embedding table, contiguous.
         inv_freq_D: see `rope_cos_sin`; D is even.
         sign_D: likewise.
-        first_token: of a table with a part of the vocabulary, the token of its first row; the embeddings of others are
-            zeros. None: the table has all.
+        first_token: of a table with a part of the vocabulary, the token of its first row; other embeddings are zeros.
+            None: the table has all.
         scale: factor of the embeddings.
 
     Returns:

@@ -2,11 +2,11 @@
 
     all_reduce    the sum over ranks, in float32 and in the order of the ranks: every rank gets the same bits
     all_gather    the tensors of all ranks, in the order of the ranks
-    all_to_all    what each rank has for this one, in the order of the ranks
+    all_to_all    each rank's part for this rank, in the order of the ranks
 
-A rank is a process with a device of its own. A group of one rank exchanges nothing: its operations return what they are
-given, and launch nothing. Other groups use a process group of torch.distributed that is connected already: gloo on a
-CPU, NCCL on GPUs. All ranks must call the same operations in the same order, with tensors of the same shape and type.
+A rank is a process with a device of its own. A group of one rank exchanges nothing: its operations return their
+arguments, and launch nothing. Other groups use a process group of torch.distributed that is connected already: gloo on
+a CPU, NCCL on GPUs. All ranks must call the same operations in the same order, with tensors of the same shape and type.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TensorGroup:
         return True
 
     def prepare(self, width: int, dtype: torch.dtype) -> None:
-        """Get ready for sums of rows of `width` values, and for draws. All ranks call this before the first one."""
+        """Get ready for sums of rows of `width` values, and for draws. All ranks call this first."""
 
     def peers_for(self, rows: int, width: int, dtype: torch.dtype) -> PeerBuffers | None:
         """The buffers over which rows of `width` values are added, or None if they do not go over peers' memory."""

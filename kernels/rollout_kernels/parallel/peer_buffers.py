@@ -14,12 +14,12 @@ A buffer has one of two forms:
 
 Invariants:
 
-- A rank ends an exchange of a row when it has all parts of it, so its peers have begun it, and have read all of the
-  exchange before, in whatever buffer. An exchange writes to the half that the exchange before it did not use. Nothing
-  is overwritten unread.
+- A rank ends an exchange of a row when it has all parts of the row. So its peers have begun the exchange, and have read
+  all of the exchange before, in any buffer. An exchange writes to the half that the exchange before it did not use.
+  Nothing is overwritten unread.
 - The number of an exchange is counted for each row, on the device: graphs can be replayed. All ranks exchange the same
   rows in the same order, so the counters agree. Buffers that are used alternately share their counters. After 2^31
-  exchanges of a row, which take half a day or more, numbers begin anew: a place is only believed wrongly if it was
+  exchanges of a row, which take half a day or more, numbers begin anew: a word is only believed wrongly if it was
   unused for exactly as long.
 - A negative number says that the sender knows the row to be wrong.
 """
@@ -147,8 +147,8 @@ def connect_peers(
 def on_all(processes: dist.ProcessGroup, device: torch.device, work: Callable[[], T]) -> T:
     """The result of `work`, once all ranks have done it. If it raises RuntimeError on one rank, raises it on all.
 
-    So no rank waits in the next exchange for one that has given up. Where `work` exchanges something itself, a rank can
-    still wait there for a rank that fails amid it.
+    So no rank waits in the next exchange for a rank that has given up. Where `work` exchanges something itself, a rank
+    can still wait there for a rank that fails amid it.
     """
     problem: RuntimeError | None = None
     try:

@@ -2,19 +2,20 @@
 
     each program, for its row:
         parts of the product  -> added, rounded to the dtype, written to every peer with the exchange's number
-        parts of every peer   -> read once they have this number
+        parts of every peer   -> read once they have that number
         all ranks' rows       -> added in float32 in the order of the ranks [-> residual -> norm]
 
 The number is in every word, or in a flag that is written after the row (`peer_buffers`). A word's data and number
 arrive together, so such an exchange takes one way over the link, and neither a barrier nor a fence. Everything that a
 program reads of its peers is in this GPU's own memory. The sums have the same bits either way.
 
-It rounds like `all_reduce` and `add_rms_norm` one after the other. So a step may take either way.
+It rounds like `all_reduce` and then `add_rms_norm`. So a step may take either way.
 
 Waiting is bounded: after `MOST_SPINS` reads of missing numbers a program sets `PeerBuffers.fault` to 1 plus the rank
 that did not send, and no program of this rank waits any more. Missing values are NaN. A program whose row has a missing
-value sends the row with negative numbers from then on, and a peer that finds one sets its own flag. So no sum of a rank
-whose flag is not set has a wrong value in it. The host looks at the flag before it uses the results of a step.
+value sends the row with negative numbers from then on, and a peer that finds a negative number sets its own flag. So no
+sum of a rank whose flag is not set has a wrong value in it. The host looks at the flag before it uses the results of a
+step.
 
 Legend: M rows, S parts, H width, R ranks, W words.
 """
@@ -164,7 +165,7 @@ def _all_reduce_kernel(
         peer = tl.load(addresses_ptr + (RANK + step) % RANKS)
         to = _from(peer, RANK, half, row, most_rows, row_words, RANKS, FLAGGED)
         if FLAGGED:
-            if number > 0:  # a row that is wrong is not sent: a late peer may still read an earlier one, with its flag
+            if number > 0:  # a wrong row is not sent: a late peer may still read an earlier row, with its flag
                 tl.store(to + w, data, mask=live_W)
         else:
             word = (data.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)

@@ -2,8 +2,8 @@
 
 The random number of a draw belongs to the token's id, and so does each rule that changes a logit. So each rank finds
 the best token of its part. The winners cross with the sums for log-probabilities, and every rank merges them in the
-order of the ranks: all ranks draw one rank's token, and no rank sends it. What truncation keeps is found by histograms
-of all ranks (`sharded_truncation`). This is the torch path; a GPU runs `triton_draw`.
+order of the ranks: all ranks draw one rank's token, and no rank sends it. Truncation finds the kept tokens by
+histograms of all ranks (`sharded_truncation`). This is the torch path; a GPU runs `triton_draw`.
 
 Legend: S rows that sample, K tokens of a rank's part, R ranks.
 """

@@ -8,8 +8,8 @@ numbers. So histograms cross instead of the logits, and every rank finds what on
     3 exchanges  number of tokens by digit: find the key of the k-th token
     3 exchanges  probability by digit, over the tokens that top-k keeps: find the key at which top-p is reached
 
-Of tokens with the key that was found the first stay, by index. The last histogram says how many of them are on the
-ranks before this one.
+Of tokens with the found key the first ones stay, by index. The last histogram says how many of them are on earlier
+ranks.
 
 Legend: S rows that sample, K tokens of a rank's part, R ranks, B bins.
 """
@@ -29,7 +29,7 @@ DIGITS = ((21, 11), (10, 11), (0, 10))
 
 
 def truncate_part(logits_SK: torch.Tensor, rows: SamplingRows, group: TensorGroup) -> torch.Tensor:
-    """The rank's part of what `truncate` leaves of the logits of all ranks; all ranks call this."""
+    """The rank's part of the logits of all ranks after `truncate`; all ranks call this."""
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
     best_S = group.all_gather(logits_SK.amax(dim=1)).amax(dim=0)
     top_k_S, top_p_S, finite_S = rows.top_k_S, rows.top_p_S.double(), best_S.isfinite()

@@ -11,7 +11,7 @@ by memory.
 
 Each rank of a tensor group draws over its part of the vocabulary: pass 1 runs over that part with the random numbers of
 its tokens, the ranks exchange the results of all blocks, and pass 2 merges them on every rank. If the tokens are drawn
-from another distribution, the rank has its part of that one, too.
+from another distribution, the rank has its part of that distribution, too.
 
 Legend: S rows that sample, V vocabulary, P planes of partial results, B blocks, R rows of the state, I and F columns of
 its integers and floats.

@@ -92,9 +92,9 @@ def set_up_drafts(
 
     Args:
         drafts_N4: int64: draft row, row, how far ahead (from 1), which of the `verified`.
-        verified_M4: int64: row, place of its own draw, number of drafts, first position of its path; less than 0 for
+        verified_M4: int64: row, index of its own draw, number of drafts, first position of its path; less than 0 for
             a row whose drafts the device has made.
-        paths_MW: int64 tokens expected from there on; a position beyond takes the last one.
+        paths_MW: int64 tokens expected from there on; a position beyond takes the last token.
         ints_RI: int64 row state, changed in place as all that follow.
         floats_RF: float32.
         pages_RP: int32 page tables.
@@ -127,7 +127,7 @@ def accept_drafts(
     last: int,
     length: int,
 ) -> None:
-    """Accept drafts up to the first that is not the token drawn before it; rows go on after the accepted ones.
+    """Accept drafts up to the first that is not the token drawn before it; rows go on after the accepted drafts.
 
     Args:
         verified_M4: as `set_up_drafts`; a row has at most `MOST_DRAFTS` drafts.

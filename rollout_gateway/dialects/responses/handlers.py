@@ -1,4 +1,4 @@
-"""The handlers of `/v1/responses`: an answer, which may go on from a stored one, and the stored ones."""
+"""The handlers of `/v1/responses`: an answer, which may go on from a stored answer, and stored answers."""
 
 import uuid
 from collections.abc import AsyncGenerator

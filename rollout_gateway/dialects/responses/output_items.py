@@ -123,7 +123,7 @@ class OutputItems:
 
 
 def _freeform_input(call: ToolCall) -> str:
-    """The text that a call gives to a tool; all arguments, if the model has written others than this one."""
+    """The text that a call gives to a tool; all arguments, if the model has written more than this text."""
     given = call.decoded().get("input")
     return given if isinstance(given, str) else call.arguments
 

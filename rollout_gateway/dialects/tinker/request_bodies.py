@@ -30,9 +30,9 @@ class TensorBody(Body):
 class TargetTokens:
     """The cells of the matrix that name a token, and the rows that a worker scores for them.
 
-    `shape`: of the matrix. `sparse`: its row pointers and columns, int64, None for a dense one. `size`: numbers in its
-    data. `ids`: int32 [scored rows, K], the ids of a row first, then zeros. Cell i of `asked` (positions in the data)
-    stands in row `rows[i]` and column `columns[i]` of `ids`.
+    `shape`: of the matrix. `sparse`: its row pointers and columns, int64, None for a dense tensor. `size`: numbers in
+    its data. `ids`: int32 [scored rows, K], the ids of a row first, then zeros. Cell i of `asked` (positions in the
+    data) stands in row `rows[i]` and column `columns[i]` of `ids`.
     """
 
     shape: list[int]

@@ -27,7 +27,7 @@ from rollout_gateway.requests.http_request import DialectState
 SILENT_S = 120.0
 RESULT_S = 600.0
 MOST_BYTES = 1 << 30
-_MOST_SESSIONS, _MOST_SAMPLERS = 65_536, 4096  # the limits of all sessions, and of one
+_MOST_SESSIONS, _MOST_SAMPLERS = 65_536, 4096  # the limits of all sessions together, and of each
 _LOOK_S = 5.0
 _ERROR_BYTES = 1024
 
@@ -130,7 +130,7 @@ class TinkerSessions(DialectState):
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def known(self, name: str, digest: bytes) -> bool:
-        """True if a request with this id runs or has ended: clients send one again if its answer was lost.
+        """True if a request with this id runs or has ended: clients send a request again if its answer was lost.
 
         Raises `HttpError` if the id belongs to a request for something else.
         """
@@ -140,7 +140,7 @@ class TinkerSessions(DialectState):
         return found is not None
 
     async def start(self, name: str, session: str, digest: bytes, work: Coroutine[Any, Any, SampleAnswer]) -> None:
-        """Run a request. Raises the error of one that the gateway refuses before a worker has it."""
+        """Run a request. Raises the error of a request that the gateway refuses before a worker has it."""
         request = SampleRequest(name, session, digest, asyncio.ensure_future(self._outcome(work)))
         self._requests[name] = request
         owner = self._sessions[session]

@@ -15,7 +15,7 @@ group at this rank stays; others join with `group` as the key prefix. `commit.op
 bytes, hexadecimal) of all fingerprints as i64.
 
 Tensors on a GPU are sent by NCCL from device to device, others by gloo. When a member is lost, the group is dropped and
-the other members meet in a new one.
+the other members meet in a new group.
 
 Invariants:
 
@@ -203,7 +203,7 @@ class NcclSender(TransportSender):
         for rank, recipient in enumerate(recipients, 1):
             other = json.dumps([seat.name, rank, size, seat.runs, seat.columns])
             server.store.set(f"member/{recipient.token.hex()}", other)
-        # A second client: one that waits for members blocks every other call on it.
+        # A second client: while a client waits for members, its other calls block.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, seat, seats, rules.stall_s)
         job = Broadcasts(payload, server.store, seat, server.hosts[0], rules, self.kept, runs)

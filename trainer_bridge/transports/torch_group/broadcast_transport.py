@@ -18,8 +18,9 @@ the whole update has, so they are gathered in host memory until the gateway can 
 
 Invariants:
 
-- A group is dropped when one of its broadcasts may not have been received: later ones would be out of step.
-- What was gathered is one update's, in the order of its parts. Part 0, a join, an error or the update's end drop it.
+- A group is dropped when a broadcast may not have been received: later broadcasts would be out of step.
+- The gathered tensors are one update's, in the order of its parts. Part 0, a join, an error or the update's end drop
+  them.
 - The receiver's thread never waits for a group.
 """
 
@@ -89,7 +90,7 @@ class TorchGroupReceiver(TransportReceiver):
         if member is None:
             raise NotFound(f"this worker is in no group {group!r}: it never joined, or the group broke", field="group")
         if self._gathering:
-            raise Unavailable("another part is being gathered; send the parts of an update one after the other")
+            raise Unavailable("another part is being gathered; send the parts of an update in turn")
         if part == 0:
             self.discard()
         if part != self._parts:

@@ -98,7 +98,7 @@ class Meeting:
 
 @dataclass
 class Task:
-    """An order to a member's thread. When it is `over`, its result or its error is there."""
+    """An order to a member's thread. When the task is `over`, it has a result or an error."""
 
     work: Callable[[], Any]
     then: Callable[[Any, RolloutError | None], None]  # called in the receiver's thread
@@ -148,7 +148,7 @@ class GroupMember:
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the thread, and for one that it has given up on."""
+        """Wait for the thread, and for an abandoned thread."""
         until_s = time.monotonic() + timeout_s
         for thread in (self._thread, self._connecting):
             if thread is not None:
