@@ -105,16 +105,17 @@ class ForkSources(Store[EndedRequest]):
         `asked` is the source that was in flight when the fork came. If that request was refused, no earlier request
         with its id takes its place.
         """
-        entry = self.running(client, fork)
-        if entry is not None and entry.request is not None:
-            prompt, count = entry.request.prompt, len(entry.completions)
-            drawn = entry.completions[fork.index].tokens() if fork.index < count else None
-        else:
-            history = self._history(client, fork, asked)
-            prompt, count = self._with_pixels(history.prompt, fork), len(history.completions)
-            drawn = history.completions[fork.index] if fork.index < count else None
-        if drawn is None:
-            raise BadRequest(f"the request has {count} completions; use an index below that", field="fork.index")
+        prompt, completions = self._source(client, fork, asked, f"fork.{_kind(fork)}")
+        if (pixels := self._media.with_pixels(prompt)) is None:
+            raise NotFound(
+                "this worker no longer has all images of these tokens: send the whole prompt with its images",
+                field=f"fork.{_kind(fork)}",
+            )
+        if fork.index >= len(completions):
+            raise BadRequest(
+                f"the request has {len(completions)} completions; use an index below that", field="fork.index"
+            )
+        prompt, drawn = pixels, completions[fork.index]()
         length = len(prompt) + len(drawn)
         offset = length if fork.offset is None else fork.offset
         if offset > length:
@@ -126,40 +127,30 @@ class ForkSources(Store[EndedRequest]):
 
     def last_turn(self, client: str, session: str) -> Prompt:
         """The tokens of a session's last turn; images may lack their pixels. Raises `NotFound`."""
-        fork = Fork(session=session)
+        prompt, completions = self._source(client, Fork(session=session), None, "session")
+        return joined(prompt, completions[0]())
+
+    def _source(
+        self, client: str, fork: Fork, asked: RequestKey | None, field: str
+    ) -> tuple[Prompt, list[Callable[[], np.ndarray]]]:
+        """The prompt, perhaps without pixels, and a function for each completion's tokens. `field` is for errors."""
         entry = self.running(client, fork)
         if entry is not None and entry.request is not None:
-            return joined(entry.request.prompt, entry.completions[0].tokens())
-        target = self._turns.get((client, session))
-        history = None if target is None else self.get((client, target))
-        if history is None:
-            raise NotFound(
-                f"this worker does not know this client's session {session!r} (any more): send the token ids as "
-                "'prompt'",
-                field="session",
-            )
-        return joined(history.prompt, history.completions[0])
-
-    def _history(self, client: str, fork: Fork, asked: RequestKey | None) -> EndedRequest:
+            return entry.request.prompt, [completion.tokens for completion in entry.completions]
         target = fork.request if fork.session is None else self._turns.get((client, fork.session))
-        history = None if target is None else self.get((client, target))
-        if history is None or (fork.request is not None and asked not in (None, history.key)):
-            kind = "request" if fork.session is None else "session"
+        ended = None if target is None else self.get((client, target))
+        if ended is None or (fork.request is not None and asked not in (None, ended.key)):
+            kind = _kind(fork)
             raise NotFound(
-                f"this worker does not know this client's {kind} {getattr(fork, kind)!r} (any more): send the "
-                "tokens as a prompt",
-                field=f"fork.{kind}",
+                f"this worker does not know this client's {kind} {getattr(fork, kind)!r} (any more): send the tokens "
+                "as 'prompt'",
+                field=field,
             )
-        return history
+        return ended.prompt, [drawn.copy for drawn in ended.completions]
 
-    def _with_pixels(self, prompt: Prompt, fork: Fork) -> Prompt:
-        found = self._media.with_pixels(prompt)
-        if found is None:
-            raise NotFound(
-                "this worker no longer has all images of these tokens: send the whole prompt with its images",
-                field="fork.request" if fork.session is None else "fork.session",
-            )
-        return found
+
+def _kind(fork: Fork) -> str:
+    return "request" if fork.session is None else "session"
 
 
 def beginning(prompt: Prompt, drawn: np.ndarray, offset: int) -> Prompt:

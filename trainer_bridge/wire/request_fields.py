@@ -77,9 +77,10 @@ class EngineFields:
 class EngineArguments(TypedDict, total=False):
     """The fields as arguments of the client's `generate`, for type checkers: the names of `EngineFields`."""
 
-    logprobs: int
+    logprobs: int  # `top_ids`, `top_logprobs` of completions
     prompt_logprobs: bool
-    prompt_top_logprobs: int
+    prompt_top_logprobs: int  # `prompt_tops` of the result, with ranks
+    #: a row for all scored tokens, or one for each: `prompt_chosen_logprobs` of the result
     prompt_logprob_token_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray
     prompt_entropy: bool
     prompt_logprobs_last: int

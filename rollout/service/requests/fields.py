@@ -4,7 +4,8 @@ Every check raises ValueError with a message that says what to send; `schema` tu
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollout.engine.messages.requests import MAX_LOGIT_BIAS, VERSION_END
+from trainer_bridge.wire.columns import MARKS
 from trainer_bridge.wire.declarations import INT32_MAX
 
 SEED_END = 2**63
@@ -135,28 +137,22 @@ def version_runs(value: Any) -> list[tuple[int, int]]:
     return [(version, count) for version, count in value]
 
 
-def mark_list(value: Any) -> list[tuple[int, int]]:
-    """A list of `[position, version]` in order of position, with versions from -1 (unknown) to 2**63 - 1."""
-    return [(tokens, version) for tokens, version in _marks(value, "position, version")]
+def mark_list(value: Any, parts: Sequence[str]) -> list[tuple[int, ...]]:
+    """A list of `[position, version]`, with versions from -1 (unknown) to 2**63 - 1, and a third part of at least 1.
 
-
-def kv_run_list(value: Any) -> list[tuple[int, int, int]]:
-    """A list of `[position, version, tokens]`, as `mark_list`, with at least one token in each run."""
-    return [(position, version, tokens) for position, version, tokens in _marks(value, "position, version, tokens")]
-
-
-def _marks(value: Any, names: str) -> list[list[int]]:
-    problem = f"send a list of [{names}] in order of position, as in the completion"
+    `parts` are their names; the marks are in order of position.
+    """
+    problem = f"send a list of [{', '.join(parts)}] in order of position, as in the completion"
     if not isinstance(value, list):
         raise ValueError(problem)
     for mark in value:
-        if not (isinstance(mark, list) and len(mark) == len(names.split()) and all(type(part) is int for part in mark)):
+        if not (isinstance(mark, list) and len(mark) == len(parts) and all(type(part) is int for part in mark)):
             raise ValueError(problem)
         if mark[0] < 0 or not -1 <= mark[1] < VERSION_END or not all(0 < tokens <= INT32_MAX for tokens in mark[2:]):
             raise ValueError(problem)
     if any(after[0] < before[0] for before, after in pairwise(value)):
         raise ValueError(problem)
-    return value
+    return [tuple(mark) for mark in value]
 
 
 def position_list(value: Any) -> list[int]:
@@ -238,9 +234,9 @@ TopIds = Annotated[Any, BeforeValidator(top_id_rows)]
 TopLogprobs = Annotated[Any, BeforeValidator(top_logprob_rows)]
 Routing = Annotated[Any, BeforeValidator(routing_array)]
 VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
-MarkList = Annotated[Any, BeforeValidator(mark_list)]
+MarkList = Annotated[Any, BeforeValidator(partial(mark_list, parts=MARKS["recomputed"]))]
 Positions = Annotated[Any, BeforeValidator(position_list)]
-KVRunList = Annotated[Any, BeforeValidator(kv_run_list)]
+KVRunList = Annotated[Any, BeforeValidator(partial(mark_list, parts=MARKS["kv_versions"]))]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
 #: Index of a completion -> number of tokens that a client has received, None for all; and number of characters.
 Offsets = Annotated[Any, BeforeValidator(offset_map)]
