@@ -49,6 +49,11 @@ CASES = [
 ]
 
 
+#: For tests to which the split of attention makes no difference.
+LEAST = [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[1:3]), *CASES[3:]]
+of_one_split = pytest.mark.parametrize("pair", LEAST, indirect=True)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A checkpoint with a tokenizer, and its vocabulary."""
@@ -94,6 +99,7 @@ def test_groups_prefixes_and_preemption_give_the_same_tokens(pair: Pair) -> None
     assert status["preemptions"] > 0, "the pool is too small for these"
 
 
+@of_one_split
 def test_every_rule_of_sampling_gives_the_same_tokens(pair: Pair) -> None:
     rules: list[dict[str, Any]] = [
         {"top_k": 5},
@@ -110,6 +116,7 @@ def test_every_rule_of_sampling_gives_the_same_tokens(pair: Pair) -> None:
     assert_all_equal(pair.both(requests))
 
 
+@of_one_split
 def test_ranks_agree_on_draws_of_requests_without_a_seed(pair: Pair) -> None:
     """The group compares the tokens of its ranks and ends where they differ."""
     request = {"prompt": pair.prompt(9, 1), "max_tokens": 20, "temperature": 1.0, "stop": {"ignore_eos": True}}
@@ -191,6 +198,7 @@ def test_an_update_amid_a_completion_is_swapped_by_all_ranks_or_by_none(pair: Pa
     assert again[1].completions[0].token_ids.tolist() == before[1].completions[0].token_ids.tolist()
 
 
+@of_one_split
 def test_cancel_and_pause_leave_nothing_behind_on_any_rank(pair: Pair) -> None:
     with RolloutClient(pair.several.endpoint, timeout_s=60) as client:
         with client.generate(pair.prompt(9, 1), max_tokens=180, stream="tokens", n=2, **SAMPLED) as stream:

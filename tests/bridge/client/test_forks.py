@@ -1,5 +1,6 @@
 """Forks: a request that continues another one goes where that one's tokens are, and names it as that worker does."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,10 @@ class Sourced:
         result = self.client.generate(np.array([5, 6]), **fields)
         self.drawn = [completion.token_ids.tolist() for completion in result.completions]
 
+    def answer_by(self, handler: Callable[[ScriptedWorker, bytes, dict[str, Any]], None]) -> None:
+        """Have both workers answer by `handler`."""
+        self.home.handler = self.other.handler = handler
+
     def loses(self, *reach: int) -> None:
         """The next requests at the home come to an end after so many tokens."""
         self.home.handler = Model(3, reach=reach, fail=vanish)
@@ -185,7 +190,7 @@ def test_a_worker_that_does_not_know_the_source_any_more_gets_its_tokens(connect
         else:
             Model(3)(worker, peer, header)
 
-    pair.home.handler = pair.other.handler = forgets
+    pair.answer_by(forgets)
     result = pair.client.generate([7], fork={"request": "r"}, max_tokens=6)
     assert len(result.completions[0]) == 6
     sent = [header for worker in (pair.home, pair.other) for header in worker.requests if header["op"] == "generate"]
@@ -218,7 +223,7 @@ def test_a_fork_of_a_session_continues_its_last_turn_elsewhere(connect: Connect,
     assert pair.prompts()[-1] == [5, 6, *pair.drawn[0], 7]
     pair.client.end_session("s")
     with pytest.raises(NotFound):
-        pair.other.handler = pair.home.handler = refuse_forks
+        pair.answer_by(refuse_forks)
         pair.client.generate([7], fork={"session": "s"}, max_tokens=6)
 
 
@@ -249,7 +254,7 @@ def test_a_fork_that_makes_no_sense_is_for_the_worker_to_refuse(
         worker.reply(peer, header, error)
 
     pair = Sourced(connect, serve, n=1, session="s")
-    pair.home.handler = pair.other.handler = refuse
+    pair.answer_by(refuse)
     with pytest.raises(BadRequest):
         pair.client.generate([7], fork=fork, max_tokens=6)
 

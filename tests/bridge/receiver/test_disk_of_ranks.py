@@ -13,6 +13,7 @@ import torch
 
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.update_memory import UpdateMemory
+from tests.support.bridge.file_memory import Between
 from tests.support.bridge.harness import TinyModel, new_tensors, wait_for
 from tests.support.bridge.tensor_group import GroupWorker
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -55,8 +56,7 @@ class Followers:
 
             read(index, start, nbytes, check ^ self.damages, keeps)
 
-        folder.read = reads  # type: ignore[method-assign]
-        return folder
+        return Between(reads, folder.close)
 
 
 @pytest.fixture

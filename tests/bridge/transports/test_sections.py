@@ -19,7 +19,7 @@ from rollout.weights.kept_memory import StagedMemory
 from rollout.weights.staging import WeightStaging
 from rollout.weights.update_memory import RankUpdateMemory
 from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
-from tests.support.bridge.file_memory import FileMemory, share_from
+from tests.support.bridge.file_memory import Between, FileMemory, share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
 from tests.support.bridge.tensor_group import GroupWorker
 from tests.support.kernels.grids import checkered, nightly, squared
@@ -285,8 +285,7 @@ class Readers:
             if self.keeps:
                 raise OSError(4, "no such memory")
 
-        memory.read, memory.close = reads, closes  # type: ignore[method-assign]
-        return memory
+        return Between(reads, closes)
 
 
 @pytest.mark.parametrize(("apply", "transport"), checkered(["staged", "in_place"], ["shm", "cuda_ipc"]))
@@ -377,8 +376,7 @@ class SlowReaders(Readers):
                 self.early.set()
             close()
 
-        memory.read, memory.close = reads, closes  # type: ignore[method-assign]
-        return memory
+        return Between(reads, closes)
 
 
 def test_memory_of_the_publisher_is_open_until_a_rank_has_read_it(

@@ -19,7 +19,7 @@ from rollout.engine.device.streams import DeviceError
 from rollout.engine.features.all import FEATURES, MakeFeature
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages.requests import OF_FEATURES
-from rollout.engine.messages.to_service import Rejected
+from rollout.engine.messages.to_service import DeltaFields, Rejected
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.step_feature import AheadPlanner, StepFeature, VariantFeature, find_feature
@@ -278,10 +278,22 @@ def test_a_field_of_a_batch_that_is_not_declared_is_an_error(model: Any, prompt_
     bench.close(check=False)
 
 
+class TopsAgain(Margins):
+    """Gives a field of another feature."""
+
+    def delta_fields(self, seq: Sequence) -> DeltaFields:
+        return {"top_ids": np.zeros(0, np.int32)}
+
+
+class TopsAgainTaker(MarginTaker):
+    """Its part on the device."""
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> Margins:
+        return TopsAgain()
+
+
 def test_two_features_that_give_the_same_field_of_a_delta_are_an_error(model: Any, prompt_of: Any) -> None:
-    bench = Bench(model, features=[*FEATURES, MarginTaker.make])
-    margins = find_feature(bench.engine.roster.features, Margins)
-    margins.delta_fields = lambda seq: {"top_ids": np.zeros(0, np.int32)}
+    bench = Bench(model, features=[*FEATURES, TopsAgainTaker.make])
     bench.submit("tops", prompt_of(10), 2, logprobs=1)
     with pytest.raises(AssertionError, match="margins"):
         bench.run()

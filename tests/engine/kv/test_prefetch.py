@@ -156,17 +156,18 @@ def test_prefetches_and_leases_change_no_token(model, undisturbed, seed):
     pages = {"kv_pages": rng.choice([70, 110]), "max_rows": rng.choice([2, 8])}
     bench = offloading(model, rng.choice([20, 80, 600]), 3, LateDevice(late), **pages)
     host = host_of(bench)
-    agents, submit = Agents(bench, sessions=seed % 2 == 0), bench.submit
-    bench.submit = lambda *given, **more: submit(*given, lease_s=rng.choice([0.0, 0.01, 1e6]), **more)
-    ticks = agents.tick
 
-    def tick() -> None:
-        if rng.random() < 0.1:
-            said = np.array(rng.choice(agents.said), np.int32)
-            bench.engine.inbox.put(Prefetch(Prompt.of_tokens(said[: rng.randint(1, len(said))]), None, 1))
-        ticks()
+    class Asking(Agents):
+        def fields_of(self, agent: int) -> dict[str, object]:
+            return {**super().fields_of(agent), "lease_s": rng.choice([0.0, 0.01, 1e6])}
 
-    agents.tick = tick
+        def tick(self) -> None:
+            if rng.random() < 0.1:
+                said = np.array(rng.choice(self.said), np.int32)
+                bench.engine.inbox.put(Prefetch(Prompt.of_tokens(said[: rng.randint(1, len(said))]), None, 1))
+            super().tick()
+
+    agents = Asking(bench, sessions=seed % 2 == 0)
     agents.run()
     assert agents.said == undisturbed.said
     for mine, theirs in zip(agents.logprobs, undisturbed.logprobs, strict=True):

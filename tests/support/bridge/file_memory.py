@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +14,13 @@ from trainer_bridge.transports.cuda_ipc import HANDLE_BYTES, CudaIpcReceiver, Cu
 if TYPE_CHECKING:
     from tests.support.bridge.harness import Worker
     from trainer_bridge.publish.publisher import WeightPublisher
+
+
+class Between(NamedTuple):
+    """An `OfferedMemory` of functions that stand before another one's."""
+
+    read: Callable[..., None]
+    close: Callable[[], None]
 
 
 class FileMemory:

@@ -52,11 +52,15 @@ class Agents:
         return f"a{agent}t{self._turn[agent]}"
 
     def _begin(self, agent: int) -> None:
-        fields = {"session": ("c", f"s{agent}"), "session_lease_s": LEASE_S} if self.sessions else {}
+        fields = self.fields_of(agent)
         sampling = {"temperature": 1.0, "seed": 100 * agent + self._turn[agent]}
         length = random.Random(sampling["seed"]).randint(5, 30)
         self.bench.submit(self._name(agent), self.said[agent], length, sampling=sampling, **fields)
         self._due[agent] = -1
+
+    def fields_of(self, agent: int) -> dict[str, object]:
+        """More fields of a turn that begins."""
+        return {"session": ("c", f"s{agent}"), "session_lease_s": LEASE_S} if self.sessions else {}
 
     def _end(self, agent: int) -> None:
         done = self.bench.completions[self._name(agent), 0]

@@ -86,3 +86,11 @@ class Wanted:
     def _close(found: np.ndarray, expected: torch.Tensor, shape: tuple[int, ...], unknown: int, atol: float) -> None:
         assert found.dtype == np.float32 and found.shape == shape and np.isnan(found[:unknown]).all()
         np.testing.assert_allclose(found[unknown:], expected, atol=atol, rtol=0)
+
+
+def watch_output_layer(model) -> list[int]:
+    """A list that gets how many tokens go through the output layer, by call."""
+    sizes: list[int] = []
+    compute_logits = model.compute_logits
+    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
+    return sizes

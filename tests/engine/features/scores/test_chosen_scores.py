@@ -11,7 +11,7 @@ from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import VOCAB, Bench, load, prompt_of, watch_prefills
-from tests.support.engine.scores import Wanted
+from tests.support.engine.scores import Wanted, watch_output_layer
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.kernels.grids import nightly
@@ -45,9 +45,7 @@ WISHES = [
 @pytest.fixture
 def scored_rows(model) -> list[int]:
     """How many tokens went through the output layer, by call."""
-    sizes, compute_logits = [], model.compute_logits
-    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
-    return sizes
+    return watch_output_layer(model)
 
 
 @pytest.mark.parametrize("chunk", [7, *nightly(16, 64)])

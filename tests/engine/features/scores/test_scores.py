@@ -16,7 +16,7 @@ from rollout.engine.messages.to_service import Delta
 from rollout.engine.schedule.step_feature import find_feature
 from rollout.engine.step.pack import spare_words, upload_words
 from tests.support.engine.harness import Bench, watch_headers, watch_plans
-from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after
+from tests.support.engine.scores import check_prompt, check_prompt_tops, log_softmax_after, watch_output_layer
 from tests.support.engine.streams import random_delays
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.kernels.grids import nightly
@@ -116,8 +116,7 @@ def test_only_steps_that_are_asked_for_them_tell_ranks_and_tops_of_prompts(model
 
 def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models):
     bench = Bench(model, **PIECES)
-    sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
-    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
+    sizes = watch_output_layer(model)
     lengths = (261, 100, 3)
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True)
@@ -130,8 +129,7 @@ def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_mode
 def test_pieces_are_filled_up_where_each_number_of_rows_is_a_kernel(model, prompt_of, hf_models):
     """As on a GPU."""
     bench = Bench(model, **PIECES)
-    sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
-    model.compute_logits = lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1]
+    sizes = watch_output_layer(model)
     scores_of(bench).multiple = SCORED_AT_ONCE
     for i, length in enumerate((300, 121, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, logprobs=2)
