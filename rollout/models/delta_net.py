@@ -99,8 +99,8 @@ class DeltaNet(StateBlock):
         return [
             *self.in_proj.regions(prefix),
             conv_regions(prefix, names.conv, self.conv_weight.data, widths, self.spec.conv_cuts),
-            one_name(f"{prefix}{names.a_log}", self.a_log, self.spec.value_cut),
-            one_name(f"{prefix}{names.dt_bias}", self.dt_bias, self.spec.value_cut),
+            one_name(f"{prefix}{names.a_log}", self.a_log, self.spec.head_cut),
+            one_name(f"{prefix}{names.dt_bias}", self.dt_bias, self.spec.head_cut),
             one_name(f"{prefix}{names.norm}.weight", self.norm.weight),
             *self.o_proj.regions(prefix),
         ]

@@ -5,7 +5,7 @@ Legend: T tokens, S parts, N outputs, Q query heads, D head dimension, K = Q D.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rollout_kernels.lora import Correction
@@ -46,25 +46,11 @@ def finish_queries(
     spec, gates_TQD = attention.spec, None
     if spec.query_gate:
         gates_TQD = torch.empty(parts_STN.shape[1], spec.heads, spec.head_dim, dtype=dtype, device=parts_STN.device)
-    q_TQD = finish_qkv(
-        parts_STN,
-        attention.qkv_proj.bias,
-        attention.qk_norm_weight if spec.qk_norm in ("head", "unit") else None,
-        spec.eps,
-        *cos_sin,
-        slots_T,
-        cache.k_PSGD,
-        cache.v_PSGD,
-        spec.heads,
-        cache.scales_P2GS,
-        dtype,
-        correction,
-        spec.unit_offset,
-        gates_TQD,
-        (attention.q_norm.weight, attention.k_norm.weight) if spec.qk_norm == "full" else None,
-        spec.clip_qkv,
-        spec.rope.interleaved,
-        spec.kv,
-        spec.value_norm,
-    )
+    norm_2D = attention.qk_norm_weight if spec.qk_norm in ("head", "unit") else None
+    whole_norms = (attention.q_norm.weight, attention.k_norm.weight) if spec.qk_norm == "full" else None
+    how: dict[str, Any] = {"scales_P2GS": cache.scales_P2GS, "dtype": dtype, "correction": correction}
+    how |= {"unit_offset": spec.unit_offset, "gates_MHD": gates_TQD, "whole_norms": whole_norms, "clip": spec.clip_qkv}
+    how |= {"interleaved": spec.rope.interleaved, "kv": spec.kv, "value_norm": spec.value_norm}
+    product = parts_STN, attention.qkv_proj.bias, norm_2D, spec.eps
+    q_TQD = finish_qkv(*product, *cos_sin, slots_T, cache.k_PSGD, cache.v_PSGD, spec.heads, **how)
     return Queries(q_TQD, None if gates_TQD is None else gates_TQD.flatten(1))

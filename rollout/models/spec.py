@@ -21,7 +21,7 @@ another one. Specs also hold the names of their tensors in checkpoints: module n
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rollout_kernels.delta import Rule
@@ -569,6 +569,9 @@ class StateMixer:
     """A mixer that keeps one state a row instead of KV."""
 
     __slots__ = ()
+    hidden: int
+    names: Any
+    shard: Shard
 
     @property
     def state(self) -> StateSizes:
@@ -585,8 +588,24 @@ class StateMixer:
         raise NotImplementedError
 
     @property
-    def out(self) -> LinearSpec:
+    def width(self) -> int:
+        """Width of the outputs of all heads."""
         raise NotImplementedError
+
+    @property
+    def out(self) -> LinearSpec:
+        cut = self.shard.input_cut(self.width)
+        return LinearSpec(self.width, (self.names.out,), (self.hidden,), self.inputs.bias, (), cut)
+
+    @property
+    def head_cut(self) -> Cut | None:
+        """A shard's cut of a tensor with an entry for each head."""
+        return self.shard.cut(self.state.heads)
+
+    @property
+    def width_cut(self) -> Cut | None:
+        """A shard's cut of a tensor with an entry for each dimension of each head."""
+        return self.shard.cut(self.width)
 
 
 class DeltaNetNames(NamedTuple):
@@ -631,17 +650,17 @@ class DeltaNetSpec(StateMixer):
     @property
     def mixed(self) -> int:
         """Width of queries, keys and values: what the convolution works on."""
-        return 2 * self.key_heads * self.key_dim + self.value_width
+        return 2 * self.key_heads * self.key_dim + self.width
 
     @property
-    def value_width(self) -> int:
+    def width(self) -> int:
         return self.value_heads * self.value_dim
 
     @property
     def input_widths(self) -> tuple[int, ...]:
         """Widths of queries, keys, values, gates z, b and a."""
         keys = self.key_heads * self.key_dim
-        return keys, keys, self.value_width, self.value_width, self.value_heads, self.value_heads
+        return keys, keys, self.width, self.width, self.value_heads, self.value_heads
 
     @property
     def inputs(self) -> LinearSpec:
@@ -654,20 +673,10 @@ class DeltaNetSpec(StateMixer):
         return LinearSpec(self.hidden, modules, widths, False, cuts)
 
     @property
-    def out(self) -> LinearSpec:
-        cut = self.shard.input_cut(self.value_width)
-        return LinearSpec(self.value_width, (self.names.out,), (self.hidden,), False, (), cut)
-
-    @property
     def conv_cuts(self) -> tuple[Cut | None, Cut | None, Cut | None, Cut | None]:
         """A shard's cuts of a convolution over queries, keys and values, and of a convolution over each of them."""
         q, k, v, *_ = self.input_widths
         return self.shard.cut(q, k, v), self.shard.cut(q), self.shard.cut(k), self.shard.cut(v)
-
-    @property
-    def value_cut(self) -> Cut | None:
-        """A shard's cut of a tensor with an entry for each value head."""
-        return self.shard.cut(self.value_heads)
 
     @property
     def state(self) -> StateSizes:
@@ -746,24 +755,9 @@ class KimiDeltaSpec(StateMixer):
         return LinearSpec(self.rank, (name,), (self.width,), False, (self.width_cut,))
 
     @property
-    def out(self) -> LinearSpec:
-        cut = self.shard.input_cut(self.width)
-        return LinearSpec(self.width, (self.names.out,), (self.hidden,), False, (), cut)
-
-    @property
     def conv_cuts(self) -> tuple[Cut | None, ...]:
         """The cuts in the form of `DeltaNetSpec`'s fields."""
         return self.shard.cut(*(self.width,) * 3), *(self.width_cut,) * 3
-
-    @property
-    def head_cut(self) -> Cut | None:
-        """A shard's cut of a tensor with an entry for each head."""
-        return self.shard.cut(self.value_heads)
-
-    @property
-    def width_cut(self) -> Cut | None:
-        """A shard's cut of a tensor with an entry for each dimension of each head."""
-        return self.shard.cut(self.width)
 
     @property
     def state(self) -> StateSizes:
@@ -821,11 +815,6 @@ class Mamba2Spec(StateMixer):
         return LinearSpec(self.hidden, (self.names.inputs,), (sum(widths),), self.bias, cuts)
 
     @property
-    def out(self) -> LinearSpec:
-        cut = self.shard.input_cut(self.width)
-        return LinearSpec(self.width, (self.names.out,), (self.hidden,), self.bias, (), cut)
-
-    @property
     def _mixed_cuts(self) -> tuple[Cut | None, ...]:
         heads, group, _ = self.mixed_widths
         shared = Cut(0, group, ((0, group),)) if self.all_groups == 1 else self.shard.cut(group)
@@ -835,16 +824,6 @@ class Mamba2Spec(StateMixer):
     def conv_cut(self) -> Cut | None:
         """A shard's cut of the convolution."""
         return joined_cut(self._mixed_cuts)
-
-    @property
-    def head_cut(self) -> Cut | None:
-        """A shard's cut of a tensor with an entry for each head."""
-        return self.shard.cut(self.heads)
-
-    @property
-    def width_cut(self) -> Cut | None:
-        """A shard's cut of a tensor with an entry for each dimension of each head."""
-        return self.shard.cut(self.width)
 
     @property
     def state(self) -> StateSizes:

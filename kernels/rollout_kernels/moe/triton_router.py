@@ -290,13 +290,9 @@ def choice_of(logits: int, top_k: int, renormalize: bool, record: Record | None,
     )
 
 
-def routing_outputs(tokens: int, choice: RouterConstants, device: torch.device, out: Routing | None = None) -> Routing:
-    """`out`, or newly allocated memory for a routing."""
+def routing_outputs(tokens: int, choice: RouterConstants, device: torch.device) -> Routing:
+    """Memory for a routing."""
     shape = (tokens, choice.TOP_K + choice.SHARED)
-    if out is not None:
-        assert out.experts_TK.shape == out.weights_TK.shape == shape
-        assert out.experts_TK.dtype == torch.int32 and out.weights_TK.dtype == torch.float32
-        return out
     experts_TK = torch.empty(shape, dtype=torch.int32, device=device)
     return Routing(experts_TK, torch.empty(shape, dtype=torch.float32, device=device))
 
@@ -320,7 +316,6 @@ def moe_route(
     top_k: int,
     renormalize: bool,
     record: Record | None = None,
-    out: Routing | None = None,
     deterministic: bool = False,
     shared: Shared = NO_SHARED,
     many_tokens: int = MANY_TOKENS,
@@ -334,14 +329,13 @@ def moe_route(
         renormalize: True: the weights of a token add up to 1 (Qwen3-MoE with `norm_topk_prob`, Mixtral). False: they
             are the softmax over all experts (OLMoE).
         record: where to record the experts for replay, or None.
-        out: memory for the result, or None to allocate it.
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
         shared: the shared experts, which are numbered after the others.
         many_tokens: from so many tokens on, a program chooses the experts of several.
     """
     parts_STE = router_logits(x_TH, router_EH, deterministic)
-    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out, deterministic, shared, many_tokens)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, deterministic, shared, many_tokens)
 
 
 def router_logits(
@@ -374,7 +368,6 @@ def moe_choose(
     top_k: int,
     renormalize: bool,
     record: Record | None = None,
-    out: Routing | None = None,
     deterministic: bool = False,
     shared: Shared = NO_SHARED,
     many_tokens: int = MANY_TOKENS,
@@ -387,7 +380,7 @@ def moe_choose(
     parts, tokens, logits = parts_STE.shape
     assert parts_STE.is_contiguous()
     choice = choice_of(logits, top_k, renormalize, record, shared)
-    out = routing_outputs(tokens, choice, parts_STE.device, out)
+    out = routing_outputs(tokens, choice, parts_STE.device)
     given = (parts_STE, *output_arguments(out, record, tokens))
     how = {"CHOICE": choice, "PARTS": parts, "DTYPE": TRITON_DTYPES[dtype], **follow_options(parts_STE.device)}
     if tokens >= many_tokens and not deterministic:

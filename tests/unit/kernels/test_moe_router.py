@@ -7,20 +7,17 @@ from rollout_kernels.moe import triton_router
 from rollout_kernels.moe.formats import Shared
 from rollout_kernels.moe.triton_group_pairs import group_pairs, most_tiles
 from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, router_scratch
-from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route, router_logits, sum_of_parts
+from rollout_kernels.moe.triton_router import Record, moe_choose, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from tests.support.kernels.grids import nightly
 from tests.support.kernels.moe_cases import DEVICE
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
-
-
-def poisoned(tokens: int, top_k: int) -> Routing:
-    experts = torch.full((tokens, top_k), -1, dtype=torch.int32, device=DEVICE)
-    return Routing(experts, torch.full((tokens, top_k), float("nan"), device=DEVICE))
 
 
 def scratch_for(experts: int) -> RouterScratch:
@@ -42,7 +39,7 @@ def many_tokens(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_router_is_its_twin(many_tokens, tokens, experts, top_k, hidden, renormalize, dtype):
     x, router = normal(tokens, hidden, dtype=dtype), normal(experts, hidden, dtype=dtype)
-    got = moe_route(x, router, top_k, renormalize, out=poisoned(tokens, top_k), many_tokens=many_tokens)
+    got = moe_route(x, router, top_k, renormalize, many_tokens=many_tokens)
     logits = router_logits(x, router).float().sum(0).to(dtype)
     exact = x.double() @ router.double().T
     assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
@@ -56,7 +53,7 @@ def test_the_router_is_its_twin(many_tokens, tokens, experts, top_k, hidden, ren
 def test_experts_are_chosen_from_logits_of_any_dtype(many_tokens, renormalize, experts):
     for dtype in (torch.float32, torch.bfloat16):
         logits = normal(5, experts, dtype=dtype)
-        got = moe_choose(logits[None], dtype, 6, renormalize, out=poisoned(5, 6), many_tokens=many_tokens)
+        got = moe_choose(logits[None], dtype, 6, renormalize, many_tokens=many_tokens)
         weights, chosen = route(logits, 6, renormalize)
         assert got.experts_TK.tolist() == chosen.tolist()
         assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
@@ -82,7 +79,7 @@ def test_nan_logits_give_valid_experts(many_tokens):
     logits = normal(3, 40, dtype=torch.float32)
     logits[0] = float("nan")
     logits[1, ::2] = float("nan")
-    got = moe_choose(logits[None], torch.float32, 4, True, out=poisoned(3, 4), many_tokens=many_tokens)
+    got = moe_choose(logits[None], torch.float32, 4, True, many_tokens=many_tokens)
     assert ((got.experts_TK >= 0) & (got.experts_TK < 40)).all()
     assert all(len(set(row)) == 4 for row in got.experts_TK.tolist())
     assert (got.experts_TK[1] % 2 == 1).all()
@@ -231,8 +228,7 @@ def test_shared_experts_are_the_last_choices_of_every_token(shared, experts, ren
         assert torch.allclose(got.weights_TK[:, :top_k], weights, rtol=1e-5, atol=1e-7)
         assert got.experts_TK[:, top_k:].tolist() == [list(range(experts, experts + shared.experts))] * tokens
         assert torch.allclose(got.weights_TK[:, top_k:], gate.expand(-1, shared.experts), rtol=1e-5)
-    out = poisoned(tokens, top_k + shared.experts)
-    many = moe_choose(logits[None], torch.bfloat16, top_k, renormalize, record, out, shared=shared, many_tokens=1)
+    many = moe_choose(logits[None], torch.bfloat16, top_k, renormalize, record, shared=shared, many_tokens=1)
     assert many.experts_TK.tolist() == found.routing.experts_TK.tolist() and kept.tolist() == chosen.tolist()
     assert torch.allclose(many.weights_TK, found.routing.weights_TK, rtol=1e-5, atol=1e-7)
     alone = moe_route(found.x_TH, router, top_k, renormalize, shared=shared)
