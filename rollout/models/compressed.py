@@ -196,7 +196,7 @@ class Compressor(Block):
         return turned(self.norm(entries_ND)[:, None], *windows.cos_sin)[:, 0]
 
     def _of_window(self, x_NWX: torch.Tensor) -> torch.Tensor:
-        """The part that each token gives: the first half of what it has is for the window after its own one."""
+        """The part that each token gives: the first half is for the window after its own."""
         if not self.overlap:
             return x_NWX
         return torch.cat((x_NWX[:, : self.tokens, : self.dim], x_NWX[:, self.tokens :, self.dim :]), dim=1)

@@ -78,7 +78,7 @@ def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
 
 
 class FusedExperts:
-    """Runs sparse blocks that are alike. They run one after the other and share the memory between their kernels.
+    """Runs sparse blocks that are alike. They run in turn and share the memory between their kernels.
 
     `eps` and `unit_offset` belong to the norms before them.
     """
@@ -166,7 +166,8 @@ class FusedExperts:
         kept: ExpertRecord | None = None,
         normed_TH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block. `parts_STH` is what is left to add of the mixer's output; the router writes to `kept` if given.
+        """One block. `parts_STH` are parts of the mixer's output that are not added yet; the router writes to `kept` if
+        given.
 
         With `normed_TH` that is added already, and this is the norm. A shard's result is part of a sum over the ranks,
         unless experts are apart.

@@ -42,7 +42,7 @@ EXPERT_BLOCK = 128
 def shard_spec(spec: ModelSpec, rank: int, size: int, split: AttentionSplit = "heads") -> ModelSpec:
     """The spec of what rank `rank` of `size` ranks keeps of a model; `spec` itself for one rank.
 
-    `split` is what ranks divide in attention.
+    `split` says how ranks divide attention.
 
     Raises:
         ValueError: the model cannot be cut into `size` shards, with the reason.

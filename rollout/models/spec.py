@@ -903,7 +903,7 @@ class RouterSpec:
 class MoENames(NamedTuple):
     """Modules of a mixture of experts; `{}` stands for the number of an expert."""
 
-    router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
+    router: tuple[str, ...] = ("mlp.gate",)  # alternatives; files usually have the first
     router_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)  # alternatives; a tensor, no module
     bias_row: bool = False  # this tensor is a matrix of one row
     table: str = "mlp.gate.tid2eid"  # a tensor, no module
@@ -1107,8 +1107,8 @@ class LayerSpec:
         return isinstance(self.feed_forward, MoESpec)
 
 
-#: Spellings of the beginning of a name in files and updates: (beginning, spellings). The first spelling is what files
-#: usually have.
+#: Spellings of the beginning of a name in files and updates: (beginning, spellings). Files usually have the first
+#: spelling.
 Beginnings = tuple[tuple[str, tuple[str, ...]], ...]
 
 

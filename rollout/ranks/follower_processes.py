@@ -25,7 +25,7 @@ _KILL_WAIT_S = 5.0
 class FollowerProcesses:
     """A process for each rank but rank 0. The constructor starts them; the kernel ends them when this process ends.
 
-    `memories` has what they inherit, by name: `ring`, `reports`, `relayed`, `manifest`, `adapters`. `eventfds` and
+    `memories` are the inherited memories, by name: `ring`, `reports`, `relayed`, `manifest`, `adapters`. `eventfds` and
     `cuts` have one for each process.
     """
 

@@ -193,7 +193,7 @@ def _metrics(status: Any) -> str:
 
 
 def _drafts(status: Any, width: int) -> list[Text]:
-    """The same of drafts, if there are any."""
+    """The line of drafts, if any."""
     values = status.get("metrics", {})
     if not (values.get("speculation/accepted_pct") or values.get("speculation/saved_s")):
         return []

@@ -173,7 +173,7 @@ class HostBlocks:
         self.blocks: list[torch.Tensor] = []
 
     def reserve(self, sizes: list[int]) -> list[torch.Tensor]:
-        """Blocks of at least these sizes; blocks of before are not used any more."""
+        """Blocks of at least these sizes; older blocks are not used any more."""
         there = [block.numel() for block in self.blocks[: len(sizes)]]
         if len(there) < len(sizes) or any(have < size for have, size in zip(there, sizes, strict=True)):
             if self._pins is not None:

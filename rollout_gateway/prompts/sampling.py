@@ -207,7 +207,7 @@ class SamplingBody(SamplerFields):
         return fields
 
     def worker_names(self, prompt: str, within: str = "") -> dict[str, str]:
-        """The fields of a request by the worker's names for them, for errors. `prompt`: what has the prompt."""
+        """The fields of a request by the worker's names for them, for errors. `prompt`: the field with the prompt."""
         body, tokens = within.removesuffix("."), f"{within}allowed_token_ids"
         names = {"prompt": prompt, "sampling": body, "stop": body, "max_tokens": f"{within}max_tokens"}
         names |= {"stop.strings": f"{within}stop", "stop.token_ids": f"{within}stop_token_ids"}

@@ -166,7 +166,7 @@ class GatewayTokenizer:
         return f"token_id:{token_id}".encode() if self._bytes is None else self._bytes[token_id]
 
     def codec(self, field: str) -> TextCodec:
-        """The tokenizer. Raises `HttpError` without one; `field` is what asks for it."""
+        """The tokenizer. Raises `HttpError` without one; `field` is the field that needs it."""
         if self._codec is None:
             raise bad_request(
                 "this gateway has no tokenizer: send token ids, or start it with --model FOLDER", field or None

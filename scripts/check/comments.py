@@ -1,8 +1,8 @@
 """Checks that comments and docstrings name their things: `python -m scripts.check.comments`.
 
 Half a sentence, such as `x: int  # of its upload`, leaves its subject to the reader. A comment that begins with one of
-these words is one, unless it goes on a comment of the line before. So does "that of", "those of" or "of which": the
-noun takes their place.
+these words is one, unless it goes on a comment of the line before. So do
+"that of", "of which", "have what" and "of before": a noun takes their place.
 """
 
 import ast
@@ -19,7 +19,9 @@ _WORDS = "of by for with which whose that so and or but than to from also"
 #: keeps" stands in place of a noun.
 _CAPITALS = "Of Whose And Or Than What Those As"
 _HALF = re.compile(rf"#?:?\s*(?:{'|'.join(_WORDS.split())}|{'|'.join(_CAPITALS.split())})\b(?!-)")
-_ELLIPSIS = re.compile(r"\b(?:(?:that|those) of|of which)\b")
+_ELLIPSIS = re.compile(
+    r"\b(?:(?:that|those|others) of|of (?:which|before)|(?:have|has|had) what|what (?:have|has|had)|in vain)\b"
+)
 
 
 def comments(text: str) -> Iterator[tuple[int, str]]:

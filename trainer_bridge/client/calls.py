@@ -6,7 +6,7 @@ its value. It calls `wake` when something has come. The clients wait:
     blocking:  poll the sockets, wait_s at most, then absorb
     asyncio:   await an event that `wake` sets, wait_s at most
 
-A call that is closed or fails is given up: what it has in flight is cancelled at the workers.
+A call that is closed or fails is given up: its requests in flight are cancelled at the workers.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

@@ -61,7 +61,7 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
 class ClientCall:
     """One request in flight, or its outcome: `result`, `reply` or `error`. `ClientCore` makes and changes it.
 
-    `weight` is what it adds to its endpoint's load, `deadline` of `time.monotonic`. `on_update` is called whenever
+    `weight` is its part of its endpoint's load, `deadline` of `time.monotonic`. `on_update` is called whenever
     something has come for it.
     """
 

@@ -13,7 +13,7 @@ from rollout_kernels.lora.lora_buffers import LoraBuffers
 def lora_add(
     y_MN: torch.Tensor, x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor, segmented: bool = False
 ) -> None:
-    """Add each token's correction to `y_MN` in place; tokens of slot 0 keep what they have, bit for bit.
+    """Add each token's correction to `y_MN` in place; tokens of slot 0 do not change, bit for bit.
 
     Args:
         y_MN: contiguous; float32 or the dtype of `x_MK`.

@@ -92,7 +92,7 @@ def logprob_of(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
 
 
 def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Logits with bias, penalties, bans and masks applied; the given tensor if `rows` has none of these.
+    """Logits with bias, penalties, bans and masks applied; the given tensor if `rows` asks for no change.
 
     The repetition penalty (N. Keskar et al., CTRL, 2019) divides positive logits and multiplies negative logits of
     tokens that occur in the prompt or the completion. Presence and frequency penalties are subtracted for tokens of the

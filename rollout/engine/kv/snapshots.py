@@ -169,7 +169,7 @@ class Snapshots:
             del self._points[point.digest]
 
     def keep(self, point: PrefixEnd, place: int, page: int, oldest: int) -> None:
-        """Put a snapshot into the cache, with the page in which its prefix ends; no-op if there is one no older."""
+        """Put a snapshot into the cache, with the page in which its prefix ends; no-op if one is as new."""
         known = self._cached.get(point.key)
         if (known is not None and known.oldest >= oldest) or place in self._void:
             return

@@ -95,7 +95,7 @@ class Prompt:
     prefix keys are made of the content. Prompts with different salts share no KV by their keys.
 
     In a prompt with images a token has an index in the sequence, and positions of the rotary embedding, which differ
-    from it: an image has fewer positions than tokens. `rope_delta` is what is added to the index of a later token.
+    from it: an image has fewer positions than tokens. `rope_delta` is added to the index of a later token.
     """
 
     items: tuple[PromptItem, ...]

@@ -133,7 +133,7 @@ def steps_to_rehearse(executor: Executor, sizes: StepSizes) -> list[Rehearsed]:
 
 
 def rehearse(executor: Executor, slot: Slot, sizes: StepSizes) -> None:
-    """Run the steps of `steps_to_rehearse`, one after the other."""
+    """Run the steps of `steps_to_rehearse`, in turn."""
     for step in steps_to_rehearse(executor, sizes):
         pack = _pack_prefill if step.prompts else _pack_decode
         _run(executor, slot, pack(executor, slot, step, sizes.context))
