@@ -4,10 +4,7 @@ ChatBody --> prompt, which goes on with kept tokens --> call --> views of each c
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
-
-import numpy as np
 
 from rollout_gateway.answers.answer_facts import fault, finish_reason, now
 from rollout_gateway.answers.logprobs import sampled
@@ -22,6 +19,7 @@ from rollout_gateway.requests.call import Call
 from rollout_gateway.requests.chat_body import ChatBody, call_constraint
 from rollout_gateway.requests.http_request import Gateway, HttpRequest
 from rollout_gateway.workers.workers import TokenRequest
+from trainer_bridge.client.assembly import join_parts
 from trainer_bridge.client.results import Completion
 
 
@@ -80,12 +78,9 @@ class _Keeper:
             "tool_calls": [call.shown() for call in self._answer.calls],
             "reasoning_content": thought + self._answer.reasoning,
         }
-        drawn = AnswerTokens(
-            np.concatenate([part.token_ids for part in self._parts]),
-            np.concatenate([sampled(part, gateway.settings.logprobs) for part in self._parts]),
-            _runs(self._parts),
-            [position for part in self._parts for position in part.forced],
-        )
+        whole = join_parts(self._parts, last.index)
+        logprobs = sampled(whole, gateway.settings.logprobs)
+        drawn = AnswerTokens(whole.token_ids, logprobs, whole.versions, whole.forced)
         facts = {
             "id": self._asked.call.id,
             "model": body.model or gateway.model.names[0],
@@ -93,12 +88,6 @@ class _Keeper:
             "finish_reason": finish_reason(last),
         }
         gateway.trajectories.keep(prompt.kept_as, prompt.known, prompt.chat.token_ids, answer, position, drawn, facts)
-
-
-def _runs(parts: list[Completion]) -> list[tuple[int, int]]:
-    """The tokens of each weights version in turn; a stream has a run for each event."""
-    runs = groupby((run for part in parts for run in part.versions), lambda run: run[0])
-    return [(version, sum(count for _, count in same)) for version, same in runs]
 
 
 async def prompt_of(request: HttpRequest[Any], body: ChatBody, kept_as: str | None = None) -> ConversationPrompt:

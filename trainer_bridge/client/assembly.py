@@ -57,7 +57,7 @@ class Assembler:
         self._ends[chunk.index] += len(chunk.token_ids)
         loose = self._joined[chunk.index]
         if len(parts) - loose >= _LOOSE_PARTS:
-            parts[loose:] = [_join(parts[loose:], chunk.index, None)]
+            parts[loose:] = [join_parts(parts[loose:], chunk.index)]
             self._joined[chunk.index] = loose + 1
 
     def begin_with(self, partials: Iterable[Completion]) -> None:
@@ -74,7 +74,7 @@ class Assembler:
 
     def joined(self, index: int) -> Completion:
         """A completion that has begun, with its received tokens."""
-        return _join(self._parts[index], index, self._prior)
+        return join_parts(self._parts[index], index, self._prior)
 
     @property
     def n(self) -> int:
@@ -136,7 +136,7 @@ def _joined(chunks: list[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return first
     scored = next((chunk for chunk in chunks if chunk.prompt_logprobs is not None), first)
-    part = _join([chunk.part for chunk in chunks], first.index, None)
+    part = join_parts([chunk.part for chunk in chunks], first.index)
     return Chunk(first.offset, part, **scored.scores())
 
 
@@ -160,7 +160,8 @@ def tail(completion: Completion, start: int) -> Completion:
     )
 
 
-def _join(parts: list[Completion], index: int, prior: Completion | None) -> Completion:
+def join_parts(parts: list[Completion], index: int, prior: Completion | None = None) -> Completion:
+    """Parts of a completion that follow each other as one. `prior`: the part that a request has continued."""
     last = parts[-1]
     runs: list[tuple[int, int]] = []
     for version, count in (run for part in parts for run in part.versions):

@@ -148,7 +148,9 @@ class TrainerRanks:
                 if lenders:
                     self._tell((LEND, nbytes, host_number()))
                 for rank in lenders:
-                    handles[rank], reason = read_answer(self._answer(rank))
+                    data = torch.empty(ANSWER_BYTES, dtype=torch.uint8)
+                    self._receive(data, rank)
+                    handles[rank], reason = read_answer(data)
                     why_not = why_not or (reason and f"rank {rank}: {reason}")
             readers = {} if why_not else map_buffers(memory, handles, nbytes)
         except OSError as error:
@@ -317,11 +319,6 @@ class TrainerRanks:
     def _begin_answer(self, rank: int) -> None:
         data = torch.empty(ANSWER_BYTES, dtype=torch.uint8)
         self._do(lambda: self._answers.append((rank, data, self._group.begin_receive(data, rank))), f"rank {rank}")
-
-    def _answer(self, rank: int) -> torch.Tensor:
-        data = torch.empty(ANSWER_BYTES, dtype=torch.uint8)
-        self._receive(data, rank)
-        return data
 
     def _tell(self, command: Sequence[int]) -> None:
         self._receive_answers()
