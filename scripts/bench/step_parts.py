@@ -25,7 +25,8 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_feature import Replays
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
+from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.pack import CapturedSizes
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import Header, StepInput, put_decode

@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from rollout.cli.main import main as command
+from rollout.service import vitals
 from scripts.request_page import PAGE, request_page
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import start_worker
@@ -58,11 +59,20 @@ def files_of_a_prompt() -> tuple[list[str], list[str]]:
 
 
 def _profile() -> dict[CodeType, None]:
-    """The code of the functions that are called from now on, by any thread that starts later and by this one."""
+    """The code of the functions that are called from now on, by any thread that starts later and by this one.
+
+    What a worker does to report about itself is left out: it does that with or without requests.
+    """
     called: dict[CodeType, None] = {}
+    report = vitals.__file__
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
+        if event != "call" or frame.f_code in called:
+            return
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_filename != report:
+            caller = caller.f_back
+        if caller is None:
             called[frame.f_code] = None
 
     threading.setprofile(note)

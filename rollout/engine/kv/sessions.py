@@ -198,6 +198,8 @@ class Sessions:
 
     def expire(self, now_s: float) -> None:
         """End the sessions whose lease is over."""
+        if not self._with_kv:
+            return
         self._order.expire(now_s, lambda key: self._with_kv[key].turns > 0)
         for key in self._leases.take_over(now_s):
             self._drop(self._with_kv[key])

@@ -168,6 +168,10 @@ class DeviceFeature(Generic[Output]):
 class OutputFeature(DeviceFeature[Output]):
     """A feature that writes its output for the host to an object of class `Output`, in each step."""
 
+    def takes_part(self, header: Header) -> bool:
+        """Called when a step is read: return True if the feature has an output in it."""
+        return True
+
     def forward_ends(self, batch: AttentionBatch, output: Output) -> None:
         """Called when the forward of `batch` is enqueued: enqueue what follows it."""
 
@@ -193,7 +197,13 @@ class OutputFeature(DeviceFeature[Output]):
 
 
 class LogitsFeature(OutputFeature[Output]):
-    """A feature that reads hidden states and logits."""
+    """A feature that reads hidden states and logits, in steps whose header has facts of the feature.
+
+    In other steps its hooks between forward and draw, `downloads` and `read` are not called.
+    """
+
+    def takes_part(self, header: Header) -> bool:
+        return self.name in header.facts
 
     def prefilled(
         self,

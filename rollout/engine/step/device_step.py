@@ -28,7 +28,7 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import DeviceFeature, LogitsFeature, OutputFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.upload import StepInput, UploadStaging, put_decode
+from rollout.engine.upload import Header, StepInput, UploadStaging, put_decode
 from rollout.models.batch import AttentionBatch, BatchFields, KVCache, PromptChunk
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, obstacle, supports
@@ -175,8 +175,11 @@ class DeviceStep:
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, outputs: Outputs) -> None:
         """Show features the logits of a step, before its draw."""
-        for feature in self._of_logits:
+        for feature in self._logits_features(step.header):
             feature.computed(step, logits_SV, outputs.get(feature.name))
+
+    def _logits_features(self, header: Header) -> list[LogitsFeature]:
+        return [feature for feature in self._of_logits if feature.takes_part(header)]
 
     def _forward_ends(self, batch: AttentionBatch, outputs: Outputs) -> None:
         for feature in self.with_output:
@@ -218,7 +221,7 @@ class DeviceStep:
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
         self._forward_ends(batch, outputs)
         self.rows.ints[rows_C, LENGTH] = step["lengths"]
-        for feature in self._of_logits:
+        for feature in self._logits_features(header):
             feature.prefilled(step, hidden_TD, self.forward.compute_logits, outputs.get(feature.name))
         if header.draws == 0:
             return None

@@ -35,6 +35,7 @@ from rollout.engine.schedule.step_feature import of_kind
 from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_feature import AheadFeature, OutputFeature
 from rollout.engine.step.device_step import DeviceStep, Outputs
+from rollout.engine.step.pack import CapturedSizes
 from rollout.engine.step.slot import Slot
 from rollout.engine.upload import StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -85,23 +86,10 @@ def forward_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedSizes:
-    """Rows of the steps that are captured, ascending."""
-
-    whole: list[int]
-    forward: list[int]
-
-    @classmethod
-    def up_to(cls, most: int) -> CapturedSizes:
-        """The sizes that are captured for steps of up to `most` rows."""
-        sizes = graph_sizes(most)
-        return cls(sizes, forward_sizes(sizes))
-
-    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int:
-        """The captured size that a step of `rows` rows takes; 0 if none is large enough."""
-        sizes = self.forward if needs & ~PLAIN else self.whole
-        return next((size for size in sizes if size >= rows), 0)
+def captured_sizes(most: int) -> CapturedSizes:
+    """The sizes that are captured for steps of up to `most` rows."""
+    sizes = graph_sizes(most)
+    return CapturedSizes(sizes, forward_sizes(sizes))
 
 
 NOT_CAPTURED = CapturedSizes([], [])
@@ -140,7 +128,7 @@ class DecodeGraphs:
         self._compute = compute
         self._max_context = max_context
         self._pool = cuda.graph_pool_handle()
-        self.sizes = CapturedSizes.up_to(most)
+        self.sizes = captured_sizes(most)
         self._steps: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}  # key: (slot, size, with_ahead)
         #: Kinds to capture: False, without tokens ahead; also True, with some, if the model's states need it.
         self._ahead_kinds = (False, True) if step.kv.states.go_ahead else (False,)

@@ -10,6 +10,7 @@ The bound on the size of an upload is here, too, next to the code that fills it;
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 from rollout_kernels import PROMPT_BIT
@@ -17,10 +18,9 @@ from rollout_kernels import PROMPT_BIT
 from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.row_needs import RowNeeds
+from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.device_feature import DeviceFeature
-from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.shared_pages import SharedPages
 from rollout.engine.upload import (
@@ -40,6 +40,19 @@ _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, the 
 #: The needs of rows that have more to set up.
 _SETUP_NEEDS = RowNeeds.MIN_TOKENS | RowNeeds.BIAS | RowNeeds.PENALIZE
 _SAVE_WORDS = 4  # an ended row with a state to save: row and place as int64
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedSizes:
+    """Rows of the steps that are captured, ascending."""
+
+    whole: list[int]
+    forward: list[int]
+
+    def size_for(self, rows: int, needs: RowNeeds = PLAIN) -> int:
+        """The captured size that a step of `rows` rows takes; 0 if none is large enough."""
+        sizes = self.forward if needs & ~PLAIN else self.whole
+        return next((size for size in sizes if size >= rows), 0)
 
 
 class Packer:

@@ -136,8 +136,8 @@ class Slot:
 
     def downloads(self, header: Header) -> list[Callable[[], None]]:
         """The other copies of outputs to the host, on the D2H stream."""
-        outputs = self.outputs
-        return [copy for feature in self._of_logits for copy in feature.downloads(header, outputs[feature.name])]
+        features, outputs = [feature for feature in self._of_logits if feature.takes_part(header)], self.outputs
+        return [copy for feature in features for copy in feature.downloads(header, outputs[feature.name])]
 
     def _of_features(self, header: Header) -> dict[str, Any]:
         words = {
@@ -147,6 +147,7 @@ class Slot:
         given = {
             feature.name: feature.read(words.get(feature.name, _NO_WORDS), header, self.outputs[feature.name])
             for feature in self._features
+            if feature.takes_part(header)
         }
         return {name: value for name, value in given.items() if value is not None}
 

@@ -72,7 +72,7 @@ class Margins(VariantFeature):
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         self.stages["commit"] += 1
-        for place, margin in output.of(self.name, list):
+        for place, margin in output.of(self.name, list) if self.name in output.of_features else ():
             seq = plan.sampled[place]
             if not (seq.finalized or seq.void):
                 self.of[seq.group.key[1], seq.index].append(margin)
@@ -112,12 +112,11 @@ class MarginTaker(LogitsFeature[torch.Tensor]):
         return words.view(torch.float32)
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: torch.Tensor) -> None:
-        if "margins_at" in step:
-            best = logits_SV.index_select(0, step["margins_at"]).topk(2, dim=1).values
-            output[: len(best)] = best[:, 0] - best[:, 1]
+        best = logits_SV.index_select(0, step["margins_at"]).topk(2, dim=1).values
+        output[: len(best)] = best[:, 0] - best[:, 1]
 
     def read(self, words: np.ndarray, header: Header, output: torch.Tensor) -> list[tuple[int, float]]:
-        (places,) = header.facts.get(self.name, [[]])
+        (places,) = header.facts[self.name]
         return list(zip(places, words.view(np.float32)[: len(places)].tolist(), strict=True))
 
 

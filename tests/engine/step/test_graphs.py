@@ -22,9 +22,9 @@ from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import (
     NO_GRAPHS,
-    CapturedSizes,
     DecodeGraphs,
     capturable,
+    captured_sizes,
     capturing,
     forward_sizes,
     graph_sizes,
@@ -129,7 +129,7 @@ def test_a_step_wastes_at_most_a_fifth_of_its_rows_or_three(most):
 
 def test_every_step_of_512_rows_is_captured_unless_asked_otherwise():
     engine = EngineSettings(max_rows=512)
-    assert CapturedSizes.up_to(min(engine.step_rows, engine.cuda_graph_rows)).size_for(512) == 512
+    assert captured_sizes(min(engine.step_rows, engine.cuda_graph_rows)).size_for(512) == 512
 
 
 @pytest.fixture

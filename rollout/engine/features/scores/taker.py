@@ -93,20 +93,16 @@ class ScoreTaker(LogitsFeature[ScoreBuffers]):
 
     def computed(self, step: StepInput, logits_SV: torch.Tensor, output: ScoreBuffers) -> None:
         """Find the likeliest tokens of rows that ask for them."""
-        if NAME in step.header.facts and asked_scores(step.header).tops:
+        if asked_scores(step.header).tops:
             output.take_tops(logits_SV, step["top_at"], self._exact, self._part)
 
     def downloads(self, header: Header, output: ScoreBuffers) -> Seq[Callable[[], None]]:
         """Copy the scores to the host."""
-        if NAME not in header.facts:
-            return ()
         asked = asked_scores(header)
         return (functools.partial(output.copy, len(asked.tops), asked.narrow, asked.wide),)
 
-    def read(self, words: np.ndarray, header: Header, output: ScoreBuffers) -> Scores | None:
+    def read(self, words: np.ndarray, header: Header, output: ScoreBuffers) -> Scores:
         """Hand the scores to the part on the host."""
-        if NAME not in header.facts:
-            return None
         return output.read(*asked_scores(header))
 
     def put_largest(self, staging: UploadStaging, rows: int, token_ids: np.ndarray, needs: RowNeeds) -> None:
