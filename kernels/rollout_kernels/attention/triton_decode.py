@@ -146,8 +146,8 @@ def _attend_plain(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if given.sinks_ptr is not None:  # only the first part of a row counts the sinks
         sink = tl.load(given.sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
-        peak = tl.where(item.place == 0, sink * LOG2_E, peak)
-        total += tl.where((item.place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
+        peak = tl.where(item.part == 0, sink * LOG2_E, peak)
+        total += tl.where((item.part == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     n = item.begin * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)

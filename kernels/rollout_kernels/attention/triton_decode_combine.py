@@ -71,7 +71,7 @@ class Item(NamedTuple):
     count: Any
     length: Any
     sharing: Any
-    place: Any
+    part: Any
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _store_shared(to, item, sharing, kv_head, result_MD, lse_M, HEADS: tl.conste
     d = tl.arange(0, HEADS.BLOCK_D)
     head_M = head + m % BLOCK_G
     live = (m % BLOCK_G < GROUP) & (m // BLOCK_G < sharing)
-    slot_M = (tl.load(to.slots_ptr + row + m // BLOCK_G, mask=live, other=0) + item.place).to(tl.int64)
+    slot_M = (tl.load(to.slots_ptr + row + m // BLOCK_G, mask=live, other=0) + item.part).to(tl.int64)
     part_at = slot_M[:, None] * (H * D) + head_M[:, None] * D + d[None, :]
     tl.store(to.part_ptr + part_at, result_MD, mask=live[:, None] & (d[None, :] < D))
     tl.store(to.lse_ptr + slot_M * H + head_M, lse_M, mask=live)
@@ -220,7 +220,7 @@ def _store_own(to, item, kv_head, result_MD, lse_M, HEADS: tl.constexpr, BLOCK_M
         if to.log_sum_ptr is not None:
             tl.store(to.log_sum_ptr + row * H + head + m, lse_M, mask=m < GROUP)
     else:
-        slot = tl.cast(item.first_slot + item.place, tl.int64)
+        slot = tl.cast(item.first_slot + item.part, tl.int64)
         tl.store(to.part_ptr + slot * (H * D) + at, result_MD, mask=here)
         tl.store(to.lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
         if HEADS.FUSED:

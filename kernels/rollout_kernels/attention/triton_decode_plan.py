@@ -45,7 +45,7 @@ from rollout_kernels.common.device import multiprocessors as device_multiprocess
 from rollout_kernels.common.triton_math import follow, follow_options
 
 #: Words of an item: first row, first tile, end of tiles, first slot of the first row, parts of the first row, end of
-#: the visible positions, rows, place among the parts of each of its rows.
+#: the visible positions, rows, number of the part that each of its rows gets.
 ITEM_WORDS = 8
 _ITEM = tl.constexpr(ITEM_WORDS)
 _SEGMENT = tl.constexpr(SEGMENT_WORDS)
@@ -154,15 +154,15 @@ def _plan_kernel(
     count = tl.where(tiles > 0, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
     first_item = tl.cumsum(count, 0) - count
     # The number of parts that its rows have before a segment.
-    place = tl.zeros([BLOCK_B], tl.int32)
+    earlier_parts = tl.zeros([BLOCK_B], tl.int32)
     if segments_ptr is not None:
         tl.store(counts_ptr + b, count, mask=is_segment)
         tl.debug_barrier()
         for _ in tl.static_range(_LEVELS):
             there = is_segment & (before >= 0)
-            place += tl.load(counts_ptr + before, mask=there, other=0)
+            earlier_parts += tl.load(counts_ptr + before, mask=there, other=0)
             before = tl.load(segments_ptr + before * _SEGMENT + 4, mask=there, other=0) - 1
-    parts = tl.where(is_row, place + count, 0)
+    parts = tl.where(is_row, earlier_parts + count, 0)
     first_slot = tl.cumsum(parts, 0) - parts
     tl.store(slots_ptr + b, first_slot, mask=is_row)
     tl.store(slots_ptr + rows + b, parts, mask=is_row)
@@ -184,7 +184,7 @@ def _plan_kernel(
         tl.store(item + 4, parts[:, None] + same, mask=is_item)
         tl.store(item + 5, length[:, None] + same, mask=is_item)
         tl.store(item + 6, sharing[:, None] + same, mask=is_item)
-        tl.store(item + 7, place[:, None] + i, mask=is_item)
+        tl.store(item + 7, earlier_parts[:, None] + i, mask=is_item)
         if CHUNKED:
             tl.store(first_ptr + row_first + i, row_first + i, mask=is_item)
         else:

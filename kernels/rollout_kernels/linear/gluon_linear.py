@@ -70,14 +70,16 @@ def _coded_column(
 
 
 @gluon.jit
-def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, GATED: gl.constexpr):
+def _ask(
+    w_desc, full, w_smem, at_stage, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, GATED: gl.constexpr
+):
     """Start the copies of a tile's weights to a stage of the ring; gate and up rows alternate, eight of each."""
     for block in gl.static_range(BLOCKS):
-        to = w_smem.index(place * BLOCKS + block)
+        to = w_smem.index(at_stage * BLOCKS + block)
         if GATED:
-            load_tile(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(place), to, here)
+            load_tile(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(at_stage), to, here)
         else:
-            load_tile(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(place), to, here)
+            load_tile(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(at_stage), to, here)
 
 
 @gluon.jit
@@ -97,11 +99,11 @@ def _store(out_ptr, acc, block, part, first_row, rows, N, ACTIVATION: gl.constex
 
 
 @gluon.jit
-def _multiply(w_smem, x_tile, sums, place):
+def _multiply(w_smem, x_tile, sums, at_stage):
     """Start the product of a tile, block by block, without waiting for the results."""
     added = sums[:0]
     for block in gl.static_range(len(sums)):
-        w_tile = w_smem.index(place * len(sums) + block).reshape([sums[block].shape[0], x_tile.shape[0]])
+        w_tile = w_smem.index(at_stage * len(sums) + block).reshape([sums[block].shape[0], x_tile.shape[0]])
         added = added + (warpgroup_mma(w_tile, x_tile, sums[block], is_async=True),)
     return added
 
@@ -193,10 +195,10 @@ def _coded_kernel(
         product = warpgroup_mma_init(zero)
         scale = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
         for step in range(lap * STEPS, lap * STEPS + STEPS):
-            place = step % STAGES
+            at_stage = step % STAGES
             tile, k = _coded_column(step, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
             next_scale = _scales(scale_ptr, tile, k, N, BLOCK_N, GATED, SCALE_ROWS, SCALE_COLUMNS, K, MMA)
-            mbarrier.wait(full.index(place), step // STAGES & 1)
+            mbarrier.wait(full.index(at_stage), step // STAGES & 1)
             total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
             # The product of step - 1 has ended in all warps, so refill its stage. The product read the registers of
             # `w_tile` while it ran, and the barrier keeps later loads below it.
@@ -207,8 +209,8 @@ def _coded_kernel(
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, 1, GATED)
             load_tile(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
-            w_tile = _decoded(w_smem.index(place).reshape([BLOCK_N, BLOCK_K]), MMA, num_warps)
-            product = warpgroup_mma(w_tile, x_smem.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
+            w_tile = _decoded(w_smem.index(at_stage).reshape([BLOCK_N, BLOCK_K]), MMA, num_warps)
+            product = warpgroup_mma(w_tile, x_smem.index(at_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             scale = next_scale
         total = total + warpgroup_mma_wait(0, deps=(product,)) * scale[:, None]
         m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))
@@ -232,11 +234,11 @@ def _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K: gl.co
 
 
 @gluon.jit
-def _add_products(totals, scales, w_smem, x_tile, place, zero, up, GATED: gl.constexpr):
+def _add_products(totals, scales, w_smem, x_tile, at_stage, zero, up, GATED: gl.constexpr):
     """Add the products of a step to the totals of each block of weights: while one is added, the next ones run."""
     products = totals[:0]
     for block in gl.static_range(len(totals)):
-        w_tile = w_smem.index(place * len(totals) + block).reshape([zero.shape[1], x_tile.shape[1]]).permute((1, 0))
+        w_tile = w_smem.index(at_stage * len(totals) + block).reshape([zero.shape[1], x_tile.shape[1]]).permute((1, 0))
         products = products + (warpgroup_mma(x_tile, w_tile, zero, use_acc=False, is_async=True),)
     added = totals[:0]
     for block in gl.static_range(len(totals)):
@@ -294,20 +296,20 @@ def _block_kernel(
     for lap in range(steps // STEPS):
         totals = none
         for step in range(lap * STEPS, lap * STEPS + STEPS):
-            place = step % STAGES
+            at_stage = step % STAGES
             # Nothing else hides the time of these loads, so they are for the next step.
             tile, k = _coded_column(step + 1, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
             next_scales = _both_scales(totals, scale_ptr, x_scale_ptr, m, tile, k, padded, N, K, GATED)
-            mbarrier.wait(full.index(place), step // STAGES & 1)
-            totals = _add_products(totals, scales, w_smem, x_smem.index(place), place, zero, up, GATED)
+            mbarrier.wait(full.index(at_stage), step // STAGES & 1)
+            totals = _add_products(totals, scales, w_smem, x_smem.index(at_stage), at_stage, zero, up, GATED)
             scales = next_scales
             # All products of this step have ended in all warps, so refill its stage.
             meet()
             ahead = step + STAGES
             tile, k = _coded_column(ahead, program, programs, SPLIT, STEPS, BLOCK_K, STAGGER)
-            mbarrier.expect(full.index(place), LOADED, ahead < steps)
-            _ask(w_desc, full, w_smem, place, tile, k, ahead < steps, BLOCK_N, BLOCKS, GATED)
-            load_tile(x_desc, [first_row, k], full.index(place), x_smem.index(place), ahead < steps)
+            mbarrier.expect(full.index(at_stage), LOADED, ahead < steps)
+            _ask(w_desc, full, w_smem, at_stage, tile, k, ahead < steps, BLOCK_N, BLOCKS, GATED)
+            load_tile(x_desc, [first_row, k], full.index(at_stage), x_smem.index(at_stage), ahead < steps)
         item = program + lap * programs
         for block in gl.static_range(BLOCKS):
             at = item // SPLIT * BLOCKS + block
@@ -351,10 +353,10 @@ def _stream_kernel(
         zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
         sums = (zero,) if BLOCKS == 1 else (zero, zero, zero)
         for step in range(lap * STEPS, lap * STEPS + STEPS):
-            place = step % STAGES
-            mbarrier.wait(full.index(place), step // STAGES & 1)
-            x_tile = x_smem.index(place).permute((1, 0))
-            sums = _multiply(w_smem, x_tile, sums, place)
+            at_stage = step % STAGES
+            mbarrier.wait(full.index(at_stage), step // STAGES & 1)
+            x_tile = x_smem.index(at_stage).permute((1, 0))
+            sums = _multiply(w_smem, x_tile, sums, at_stage)
             # The product of step - 1 may still run. Step - 2 has ended in all warps, so refill its stage.
             ahead = step + STAGES - 2
             free = ahead % STAGES

@@ -137,14 +137,14 @@ def _other_coded(outputs: int, inputs: int, kind: Kind, streamed: bool) -> Bands
 
 def _other_both_coded(outputs: int, inputs: int, kind: Kind) -> Bands:
     """Like `_other_coded`, for activations that are codes, too."""
-    few, many = (_fullest_split(outputs, inputs, kind, places) for places in (3, 2))
+    few, many = (_fullest_split(outputs, inputs, kind, programs_each) for programs_each in (3, 2))
     sizes = (64, 64, few, 4, 4, 3 * _PROGRAMS), (MOST_ROWS, 64, many, 4, 4, 2 * _PROGRAMS)
     return _streamed_codes(*sizes, stagger=kind == "silu", both=True)
 
 
-def _fullest_split(outputs: int, inputs: int, kind: Kind, places: int = 3) -> int:
-    """The least split of K that leaves the fewest places on a multiprocessor without an item."""
-    tiles, programs = -(-outputs // 64), places * _PROGRAMS
+def _fullest_split(outputs: int, inputs: int, kind: Kind, programs_each: int = 3) -> int:
+    """The least split of K that leaves the fewest programs of a multiprocessor without an item."""
+    tiles, programs = -(-outputs // 64), programs_each * _PROGRAMS
 
     def filled(split: int) -> float:
         items = tiles * split

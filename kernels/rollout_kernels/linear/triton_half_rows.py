@@ -24,16 +24,16 @@ BLOCK = 128
 @triton.jit
 def _half_rows_kernel(x_ptr, out_ptr, scale_ptr, stride_x, K: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0)
-    place = tl.arange(0, WIDTH)
-    column = place // 128 * 128 + place // 2 % 4 * 32 + place // 16 % 8 * 4 + place // 8 % 2 * 2 + place % 2
+    to = tl.arange(0, WIDTH)
+    column = to // 128 * 128 + to // 2 % 4 * 32 + to // 16 % 8 * 4 + to // 8 % 2 * 2 + to % 2
     let_next_begin()
     wait_for_last()
-    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + column, mask=place < K, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + column, mask=to < K, other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=0) >> 23
     exponent = tl.maximum(exponent, 15)  # below it, the scale would be no normal float32
     half = (x * ((268 - exponent) << 23).to(tl.float32, bitcast=True)).to(tl.float16)
-    tl.store(out_ptr + row.to(tl.int64) * K + place, half, mask=place < K)
+    tl.store(out_ptr + row.to(tl.int64) * K + to, half, mask=to < K)
     tl.store(scale_ptr + row, ((exponent - 14) << 23).to(tl.float32, bitcast=True))
 
 

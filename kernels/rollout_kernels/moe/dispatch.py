@@ -176,12 +176,12 @@ def run_experts(
     experts, top_k = gate_up.values_ENK.shape[0], routing.experts_TK.shape[1]
     if isinstance(plan, PaddedPlan):
         assert how == {"glu": None, "activation": "silu", "limit": None}, "kernels for padded groups have SiLU only"
-        programs, places = plan.programs, pad_groups(routing.experts_TK, experts)
-        x_RH = spread_rows(x_TH, places, top_k)
-        h_RI = gluon_experts.padded_gate_up(x_RH, places, gate_up.values_ENK, programs=programs)
+        programs, padded = plan.programs, pad_groups(routing.experts_TK, experts)
+        x_RH = spread_rows(x_TH, padded, top_k)
+        h_RI = gluon_experts.padded_gate_up(x_RH, padded, gate_up.values_ENK, programs=programs)
         del x_RH  # its memory takes the outputs
-        out_RH, scales_RS = gluon_experts.padded_down(h_RI, places, down.values_ENK, programs=programs)
-        out_TH = gather_sum(out_RH, scales_RS, places, routing.weights_TK, x_TH.dtype)
+        out_RH, scales_RS = gluon_experts.padded_down(h_RI, padded, down.values_ENK, programs=programs)
+        out_TH = gather_sum(out_RH, scales_RS, padded, routing.weights_TK, x_TH.dtype)
         return out_TH[None] if parts else out_TH
     groups = group_pairs(routing.experts_TK, experts, plan.tile_rows)
     h_PI = grouped_gate_up(x_TH, groups, gate_up, top_k, plan.gate_up, **how)

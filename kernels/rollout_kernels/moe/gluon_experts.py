@@ -45,9 +45,9 @@ def _tile_of(tiles_ptr, item, tiles, columns, at_once):
     Items are ordered by block of `at_once` columns, then by tile of rows, then by column.
     """
     item = gl.minimum(item, tiles * columns - 1)
-    place = item % (tiles * at_once)
-    column = item // (tiles * at_once) * at_once + place % at_once
-    tile = tiles_ptr + 3 * (place // at_once)
+    in_block = item % (tiles * at_once)
+    column = item // (tiles * at_once) * at_once + in_block % at_once
+    tile = tiles_ptr + 3 * (in_block // at_once)
     return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), column
 
 

@@ -66,10 +66,10 @@ def _group_kernel(
         counts += tl.histogram(expert, E2, mask=valid)
     tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
     count = tl.sum(tl.where(bins == mine, counts, 0))
-    place = tl.sum(tl.where(bins < mine, counts, 0))
+    first_pair = tl.sum(tl.where(bins < mine, counts, 0))
     tile = tl.sum(tl.where(bins < mine, tiles, 0))
 
-    seen = place
+    seen = first_pair
     for start in range(0, pairs, CHUNK):
         valid = start + offset < pairs
         expert = tl.load(experts_ptr + start + offset, mask=valid, other=-1)
@@ -82,7 +82,7 @@ def _group_kernel(
         first = start + offset * TILE_ROWS
         at = tiles_ptr + 3 * (tile + first // TILE_ROWS)
         tl.store(at, mine + offset * 0, mask=first < count)
-        tl.store(at + 1, place + first, mask=first < count)
+        tl.store(at + 1, first_pair + first, mask=first < count)
         tl.store(at + 2, tl.minimum(count - first, TILE_ROWS), mask=first < count)
     if mine == E - 1:
         for start in range(tl.sum(tiles), limit, CHUNK):

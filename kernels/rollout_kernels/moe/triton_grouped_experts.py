@@ -201,8 +201,8 @@ def _down_kernel(
         weight *= tl.load(h_scale_ptr + pair)
     if FORMAT == "fp8_row":
         acc *= tl.load(scale + row)[:, None]
-    place = ((pair % TOP_K) * tokens + pair // TOP_K).to(tl.int64) * H
-    at = parts_ptr + place[None, :] + n[:, None]
+    at_part = ((pair % TOP_K) * tokens + pair // TOP_K).to(tl.int64) * H
+    at = parts_ptr + at_part[None, :] + n[:, None]
     tl.store(at, acc * weight[None, :], mask=live[None, :] & (n < H)[:, None])
 
 

@@ -79,14 +79,14 @@ def _place_kernel(
         before += tl.sum(tl.where((chunk < mine)[:, None], count, 0), 0)
     padded = (total + ALIGN - 1) // ALIGN * ALIGN
     start = tl.cumsum(padded, 0) - padded
-    place = start + before
+    next_row = start + before
     for first in range(0, CHUNK, AT_ONCE):
         at = mine * CHUNK + first + tl.arange(0, AT_ONCE)
         chosen = tl.load(experts_ptr + at, mask=at < pairs, other=-1)
         one_hot = (chosen[:, None] == expert[None, :]).to(tl.int32)
-        rank = tl.cumsum(one_hot, 0) - 1 + place[None, :]
+        rank = tl.cumsum(one_hot, 0) - 1 + next_row[None, :]
         tl.store(rows_ptr + at, tl.sum(one_hot * rank, 1), mask=at < pairs)
-        place += tl.sum(one_hot, 0)
+        next_row += tl.sum(one_hot, 0)
     if mine == 0:
         tiles = (total + TILE - 1) // TILE
         tile = tl.cumsum(tiles, 0) - tiles

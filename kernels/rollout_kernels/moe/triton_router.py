@@ -100,19 +100,19 @@ def order_of(logits, e, E2: tl.constexpr, SHORT: tl.constexpr):
 
 
 @triton.jit
-def place_of(order, E2: tl.constexpr):
-    """The place of each expert: the number of earlier ones, by `order` [E2]."""
+def count_earlier(order, E2: tl.constexpr):
+    """The number of experts that come before each expert, by `order` [E2]."""
     if E2 <= _COMPARED:
         # A thread counts for one expert, so nothing is exchanged between threads.
-        place = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
+        earlier = tl.sum((order[:, None] > order[None, :]).to(tl.int32), axis=0)
     else:
         PIECES: tl.constexpr = E2 // _COMPARED
         pieces = tl.reshape(order, [PIECES, _COMPARED])
-        place = tl.zeros([E2], tl.int32)
+        earlier = tl.zeros([E2], tl.int32)
         for piece in tl.static_range(PIECES):
             rival = tl.sum(tl.where((tl.arange(0, PIECES) == piece)[:, None], pieces, 0), axis=0)
-            place += tl.sum((rival[:, None] > order[None, :]).to(tl.int32), axis=0)
-    return place
+            earlier += tl.sum((rival[:, None] > order[None, :]).to(tl.int32), axis=0)
+    return earlier
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def sum_of_chosen(weight, chosen):
 
 
 @triton.jit
-def store_choices(token, e, place, chosen, weight, gate, to, CHOICE: tl.constexpr):
+def store_choices(token, e, earlier, chosen, weight, gate, to, CHOICE: tl.constexpr):
     """Write the chosen experts of a token with their weights, then the shared experts, and the record.
 
     `to` is `Outputs`; `gate` is the logit of the shared experts' gate.
@@ -162,7 +162,7 @@ def store_choices(token, e, place, chosen, weight, gate, to, CHOICE: tl.constexp
     E: tl.constexpr = CHOICE.E
     TOP_K: tl.constexpr = CHOICE.TOP_K
     SHARED: tl.constexpr = CHOICE.SHARED
-    out = token * (TOP_K + SHARED) + place
+    out = token * (TOP_K + SHARED) + earlier
     tl.store(to.experts_ptr + out, e, mask=chosen)
     tl.store(to.weights_ptr + out, weight, mask=chosen)
     for each in tl.static_range(SHARED):
@@ -175,13 +175,13 @@ def store_choices(token, e, place, chosen, weight, gate, to, CHOICE: tl.constexp
     if CHOICE.RECORD:
         slot = tl.load(to.slots_ptr + token)
         if slot >= 0:
-            kept = to.record_ptr + slot * to.record_stride + place
+            kept = to.record_ptr + slot * to.record_stride + earlier
             tl.store(kept, e.to(to.record_ptr.dtype.element_ty), mask=chosen)
 
 
 @triton.jit
 def choose(logits, token, gate, to, CHOICE: tl.constexpr, SHORT: tl.constexpr):
-    """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones.
+    """Choose the experts of one token from its float32 logits [E2], in the order of `order_of`.
 
     `gate` and `to` are as for `store_choices`. SHORT: see `order_of`.
     """
@@ -189,14 +189,14 @@ def choose(logits, token, gate, to, CHOICE: tl.constexpr, SHORT: tl.constexpr):
     e = tl.arange(0, E2)
     live = e < CHOICE.E
     logits = tl.where(live, logits, float("-inf"))
-    place = place_of(order_of(logits, e, E2, SHORT), E2)
-    chosen = (place < CHOICE.TOP_K) & live
+    earlier = count_earlier(order_of(logits, e, E2, SHORT), E2)
+    chosen = (earlier < CHOICE.TOP_K) & live
     weight = softmax_terms(logits, live)
     if CHOICE.RENORMALIZE:
         weight = weight / sum_of_chosen(weight, chosen)
     else:
         weight = weight / tl.sum(weight)
-    store_choices(token, e, place, chosen, weight, gate, to, CHOICE)
+    store_choices(token, e, earlier, chosen, weight, gate, to, CHOICE)
 
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
@@ -250,10 +250,10 @@ def _choose_many_kernel(
     experts = tl.zeros([BLOCK_T, K2], tl.int32)
     weights = tl.zeros([BLOCK_T, K2], tl.float32)
     left = order
-    for place in tl.static_range(TOP_K):
+    for choice in tl.static_range(TOP_K):
         first = left == tl.max(left, 1)[:, None]
-        experts = tl.where(k == place, tl.sum(tl.where(first, e, 0), 1)[:, None], experts)
-        weights = tl.where(k == place, tl.sum(tl.where(first, weight, 0.0), 1)[:, None], weights)
+        experts = tl.where(k == choice, tl.sum(tl.where(first, e, 0), 1)[:, None], experts)
+        weights = tl.where(k == choice, tl.sum(tl.where(first, weight, 0.0), 1)[:, None], weights)
         left = tl.where(first, last, left)
     if CHOICE.RENORMALIZE:
         weights = weights / sum_of_chosen(weight, left != order)
@@ -286,7 +286,7 @@ def choice_of(logits: int, top_k: int, renormalize: bool, record: Record | None,
         assert dtype in (torch.uint8, torch.uint16, torch.int32) and record.experts_RK.stride(1) == 1
         assert experts - 1 <= torch.iinfo(dtype).max, f"{experts} experts can't be numbered in {dtype}"
     return RouterConstants(
-        experts, places(experts), top_k, renormalize, record is not None, shared.experts, shared.gated
+        experts, padded_experts(experts), top_k, renormalize, record is not None, shared.experts, shared.gated
     )
 
 
@@ -392,6 +392,6 @@ def moe_choose(
     return out
 
 
-def places(experts: int) -> int:
+def padded_experts(experts: int) -> int:
     """Length of a program's vectors of experts: a power of two."""
     return max(_FEWEST, triton.next_power_of_2(experts))

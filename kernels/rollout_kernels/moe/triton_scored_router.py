@@ -23,10 +23,10 @@ from rollout_kernels.moe.triton_router import (
     Record,
     Routing,
     choice_of,
+    count_earlier,
     order_of,
     output_arguments,
-    place_of,
-    places,
+    padded_experts,
     routing_outputs,
     softmax_terms,
     store_choices,
@@ -58,7 +58,7 @@ class ScoreRule(NamedTuple):
         if self.groups == 1:
             return True
         size = experts // self.groups
-        even = experts == places(experts) and self.groups & (self.groups - 1) == 0
+        even = experts == padded_experts(experts) and self.groups & (self.groups - 1) == 0
         return even and self.group_best in (1, 2) and size >= 2
 
 
@@ -114,14 +114,14 @@ def _choose_scored_kernel(
         choice = _in_best_groups(choice, e, E2, GROUPS, TOP_GROUPS, GROUP_BEST)
     if not SIGMOID and score_bias_ptr is None and GROUPS == 1:
         choice = tl.where(live, logits, float("-inf"))  # in the order of the scores, which may round to equal ones
-    place = place_of(order_of(choice, e, E2, False), E2)
-    chosen = (place < CHOICE.TOP_K) & live
+    earlier = count_earlier(order_of(choice, e, E2, False), E2)
+    chosen = (earlier < CHOICE.TOP_K) & live
     weight = tl.where(live, scores, 0.0)
     if CHOICE.RENORMALIZE:
         weight = weight / (tl.maximum(sum_of_chosen(weight, chosen), least_sum) + _SUM_EPS)
     weight *= scale
     to = Outputs(experts_ptr, weights_ptr, record_ptr, slots_ptr, record_stride)
-    store_choices(token, e, place, chosen, weight, narrow(gate, DTYPE).to(tl.float32), to, CHOICE)
+    store_choices(token, e, earlier, chosen, weight, narrow(gate, DTYPE).to(tl.float32), to, CHOICE)
 
 
 def choose_scored(

@@ -206,12 +206,12 @@ def _finish_qkv_kernel(
     NORM: tl.constexpr = norm_ptr is not None and k_norm_ptr is None
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
-    places: tl.constexpr = heads + GATED * Q_HEADS - KEYS_ARE_VALUES * KV_HEADS
-    place = head
+    product_heads: tl.constexpr = heads + GATED * Q_HEADS - KEYS_ARE_VALUES * KV_HEADS
+    product_head = head
     if KEYS_ARE_VALUES:  # the product has keys alone
-        place -= tl.where(is_v, KV_HEADS, 0)
+        product_head -= tl.where(is_v, KV_HEADS, 0)
     if GATED:  # in the product a gate follows each query head
-        place += tl.minimum(head, Q_HEADS)
+        product_head += tl.minimum(head, Q_HEADS)
     if R > 0:
         adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
         b = b_ptr + (adapter - 1).to(tl.int64) * (heads * D) * R
@@ -242,19 +242,21 @@ def _finish_qkv_kernel(
     low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     for part in tl.static_range(PARTS):
-        here = parts_ptr + ((part * rows + row) * places + place) * D
+        here = parts_ptr + ((part * rows + row) * product_heads + product_head) * D
         low += tl.load(here + at_low, mask=live, other=0.0)
         high += tl.load(here + at_high, mask=live, other=0.0)
     if GATED:
         gate_low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
         gate_high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
         for part in tl.static_range(PARTS):
-            here = parts_ptr + ((part * rows + row) * places + place + 1) * D
+            here = parts_ptr + ((part * rows + row) * product_heads + product_head + 1) * D
             gate_low += tl.load(here + at_low, mask=live & is_q, other=0.0)
             gate_high += tl.load(here + at_high, mask=live & is_q, other=0.0)
         if bias_ptr is not None:
-            gate_low += tl.load(bias_ptr + (place + 1) * D + at_low, mask=live & is_q, other=0.0).to(tl.float32)
-            gate_high += tl.load(bias_ptr + (place + 1) * D + at_high, mask=live & is_q, other=0.0).to(tl.float32)
+            gate_low += tl.load(bias_ptr + (product_head + 1) * D + at_low, mask=live & is_q, other=0.0).to(tl.float32)
+            gate_high += tl.load(bias_ptr + (product_head + 1) * D + at_high, mask=live & is_q, other=0.0).to(
+                tl.float32
+            )
         at_gate = gate_ptr + (row * Q_HEADS + head) * D
         tl.store(at_gate + at_low, narrow(gate_low, dtype), mask=live & is_q)
         tl.store(at_gate + at_high, narrow(gate_high, dtype), mask=live & is_q)
@@ -265,8 +267,8 @@ def _finish_qkv_kernel(
         low += expand_row(first_low, b_low, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
         high += expand_row(first_high, b_high, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
     if bias_ptr is not None:
-        low += tl.load(bias_ptr + place * D + at_low, mask=live, other=0.0).to(tl.float32)
-        high += tl.load(bias_ptr + place * D + at_high, mask=live, other=0.0).to(tl.float32)
+        low += tl.load(bias_ptr + product_head * D + at_low, mask=live, other=0.0).to(tl.float32)
+        high += tl.load(bias_ptr + product_head * D + at_high, mask=live, other=0.0).to(tl.float32)
     # Round as the result of the unfused product is rounded.
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)

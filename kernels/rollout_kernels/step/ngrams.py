@@ -58,13 +58,13 @@ def draft_by_ngrams(
 def _follow(text_T: torch.Tensor, count: int, reach: int) -> torch.Tensor:
     """The `count` drafts after a text, int64."""
     total = len(text_T)
-    places_N = torch.arange(max(1, total - reach), total)
-    alive_N, equal_N = torch.ones_like(places_N, dtype=torch.bool), torch.zeros_like(places_N)
+    begins_N = torch.arange(max(1, total - reach), total)
+    alive_N, equal_N = torch.ones_like(begins_N, dtype=torch.bool), torch.zeros_like(begins_N)
     for j in range(min(MOST_EQUAL, total - 1)):
-        at_N = places_N - 1 - j
+        at_N = begins_N - 1 - j
         alive_N &= (at_N >= 0) & (text_T[at_N.clamp(min=0)] == text_T[total - 1 - j])
         equal_N += alive_N
     if not equal_N.any():
         return text_T[-1:].expand(count)
-    place = int(places_N[(equal_N * (total + 1) + places_N).argmax()])
-    return text_T[place + torch.arange(count) % (total - place)]
+    begin = int(begins_N[(equal_N * (total + 1) + begins_N).argmax()])
+    return text_T[begin + torch.arange(count) % (total - begin)]

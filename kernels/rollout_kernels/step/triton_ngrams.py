@@ -25,11 +25,11 @@ def _draft_kernel(
     table_ptr = pages_ptr + row * stride_pages
     best = tl.zeros([BLOCK], tl.int64)  # length of the match in the upper half, the place in the lower one
     for begin in range(tl.maximum(1, length + 1 - REACH_TOKENS), length + 1, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        alive = place <= length
+        position = begin + tl.arange(0, BLOCK)
+        alive = position <= length
         equal = tl.zeros([BLOCK], tl.int64)
         for j in tl.static_range(EQUAL):
-            at = place - 1 - j
+            at = position - 1 - j
             alive = alive & (at >= 0)
             page = tl.load(table_ptr + at // PAGE, mask=alive, other=0).to(tl.int64)
             token = tl.load(tokens_ptr + page * PAGE + at % PAGE, mask=alive, other=-1)
@@ -39,11 +39,11 @@ def _draft_kernel(
                 wanted = tl.load(tokens_ptr + tl.load(table_ptr + end // PAGE).to(tl.int64) * PAGE + end % PAGE)
             alive = alive & (token == wanted)
             equal += alive.to(tl.int64)
-        best = tl.maximum(best, tl.where(equal > 0, equal * 4294967296 + place, 0))
+        best = tl.maximum(best, tl.where(equal > 0, equal * 4294967296 + position, 0))
     found = tl.max(best, 0)
-    place = tl.where(found > 0, found % 4294967296, length).to(tl.int32)  # no match: the last token again and again
+    position = tl.where(found > 0, found % 4294967296, length).to(tl.int32)  # no match: the last token again and again
     g = tl.arange(0, DRAFTS_2)
-    at = place + g % (length + 1 - place)
+    at = position + g % (length + 1 - position)
     there = (at < length) & (g < DRAFTS)
     page = tl.load(table_ptr + at // PAGE, mask=there, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + page * PAGE + at % PAGE, mask=there, other=0)

@@ -57,21 +57,21 @@ def _accept_kernel(
     INTS: tl.constexpr, LAST: tl.constexpr, LENGTH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
-    row, place, count = (
+    row, draw, count = (
         tl.load(verified_ptr + 4 * m),
         tl.load(verified_ptr + 4 * m + 1),
         tl.load(verified_ptr + 4 * m + 2),
     )
     k = tl.arange(0, MOST)
     there = k < count
-    drawn = tl.load(drawn_ptr + place + k, mask=there, other=0).to(tl.int64)
-    draft_row = tl.load(rows_ptr + place + 1 + k, mask=there, other=0)
+    drawn = tl.load(drawn_ptr + draw + k, mask=there, other=0).to(tl.int64)
+    draft_row = tl.load(rows_ptr + draw + 1 + k, mask=there, other=0)
     draft = tl.load(tokens_ptr + draft_row, mask=there, other=-1)
     accepted = tl.min(tl.where(there & (drawn == draft), MOST, k), 0)
-    tl.store(ints_ptr + row * INTS + LAST, tl.load(drawn_ptr + place + accepted).to(tl.int64))
+    tl.store(ints_ptr + row * INTS + LAST, tl.load(drawn_ptr + draw + accepted).to(tl.int64))
     length = ints_ptr + row * INTS + LENGTH
     tl.store(length, tl.load(length) + accepted)
-    tl.store(accepted_ptr + place, accepted)
+    tl.store(accepted_ptr + draw, accepted)
 
 
 def set_up_drafts(
@@ -135,7 +135,7 @@ def accept_drafts(
         drawn_S: int32 tokens drawn, in the order of `rows_S`; at least as many.
         drafts_R: int64 draft of each draft row.
         ints_RI: int64 row state; last token and length of the rows are changed in place.
-        accepted_S: int32, gets the number of accepted drafts at the place of each row with drafts.
+        accepted_S: int32, gets the number of accepted drafts at the draw of each row with drafts.
         last: as `set_up_drafts`.
         length: as `set_up_drafts`.
     """
