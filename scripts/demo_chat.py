@@ -17,7 +17,7 @@ QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of the tw
 
 
 def converse(client: RolloutClient, questions: list[str]) -> None:
-    """Ask the questions one after the other, and print each answer while it is written."""
+    """Ask the questions in turn, and print each answer while it is written."""
     messages: list[dict[str, Any]] = []
     for question in questions:
         print(f"\n> {question}")

@@ -81,7 +81,7 @@ def _beside(body: type[Body] | None) -> type[Body] | None:
 
 
 def _titles() -> dict[type[Body], str]:
-    """The titles of all classes of bodies with fields: bodies of endpoints, shared ones, inner ones."""
+    """The titles of all classes of bodies with fields: bodies of endpoints, shared bodies, inner bodies."""
     taken: dict[type[Body], list[str]] = {}
     for endpoint in ENDPOINTS:
         if endpoint.takes in (None, EmptyBody):
@@ -92,7 +92,7 @@ def _titles() -> dict[type[Body], str]:
 
 
 def _path(endpoint: Endpoint) -> str:
-    """The method of an endpoint, and its paths, linked to a section with its fields if there is one."""
+    """The method of an endpoint, and its paths, linked to the section with its fields, if any."""
     paths = ", ".join(f"`{path.replace(':path', '')}`" for path in endpoint.paths)
     body = endpoint.takes
     linked = body is not None and body in _titles() and _beside(body) is None

@@ -47,7 +47,7 @@ def hooks_page() -> str:
     return "\n".join([*lines, trace_table("scores")]) + "\n"
 
 
-#: The hooks on the device that are called before there is a step, and those on the host before it runs.
+#: The hooks on the device that are called before a step exists, and the hooks on the host before it runs.
 _AT_START = ("host_part", "output_words", "output", "put_largest")
 _PLANNED = ("enter", "edition", "ready", "admitted", "fit", "pack")
 

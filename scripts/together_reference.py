@@ -74,7 +74,7 @@ FEATURES = (
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of model, by one of its kind; the fallback has none, but the way in which it computes attention."""
+    """A kind of model, by an example; for the fallback, its way to compute attention."""
 
     title: str
     architecture: str = ""

@@ -1,6 +1,6 @@
 """The settings of a worker: name, type, default, unit and meaning of each, in small groups by feature.
 
-A setting comes from a TOML file, then the environment, then the command line; the later one wins (see
+A setting comes from a TOML file, then the environment, then the command line; the later source wins (see
 `rollout.settings_sources`). A key that is not declared here is an error.
 """
 

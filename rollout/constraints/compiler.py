@@ -93,7 +93,7 @@ class ConstraintCompiler:
         vocab: size of the model's output, which may be larger than the tokenizer's vocabulary.
         compile_s: time limit of a compilation, seconds.
         eos_ids: tokens of the model that are never text, even if the tokenizer has a text for them.
-        cache_bytes: size limit of the compiled grammars that are kept; the last one is kept anyway.
+        cache_bytes: size limit of the kept compiled grammars; the last grammar is kept anyway.
     """
 
     def __init__(

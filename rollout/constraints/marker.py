@@ -5,7 +5,7 @@ r"""Constraints that begin after a marker, such as `</think>`: before it a compl
                                        ^ barred: tokens that would end the marker with a text that cannot follow it
 
 A marker is a text or a list of token ids. Token ids are found where these tokens stand in a row. A text is found in the
-bytes of the tokens, however it was cut into tokens: as the one token `</think>`, or as several. Then the last one may
+bytes of the tokens, however it was cut into tokens: as the one token `</think>`, or as several. Then the last token may
 reach beyond the marker. The rest begins the constrained text. In the free part only tokens whose rest cannot begin that
 text are barred.
 

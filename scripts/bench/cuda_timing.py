@@ -16,7 +16,7 @@ _LOADS = 8  # of a program
 
 
 def graph_us(*works: Callable[[], object], runs: int = 12) -> float:
-    """Median microseconds of one of `works`, which are captured one after the other in a CUDA graph."""
+    """Median microseconds of one of `works`, which are captured in turn in a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         works[0]()

@@ -22,14 +22,14 @@ class KernelTime:
     name: str
     gap_us: float  # from the end of all predecessors to its begin; below 0 if it began before
     duration_us: float
-    adds_us: float  # from the end of all predecessors to its own end; 0 if it ended before them
+    adds_us: float  # from the end of all predecessors to its own end; 0 if it ended earlier
 
 
 def layer_timeline(events: Sequence[Mapping[str, Any]], steps: int, marker: str) -> list[KernelTime]:
     """The kernels of a layer of `steps` equal steps, from one named `marker`, which each layer has once, to the next.
 
-    `events` are kernels as of a Chrome trace. Raises ValueError if they are not those of so many equal steps, or if
-    the layers differ.
+    `events` are kernels as of a Chrome trace. Raises ValueError if the kernels are not the kernels of so many equal
+    steps, or if layers differ.
     """
     ordered = sorted(events, key=interval_of)
     if not ordered or len(ordered) % steps:

@@ -1,8 +1,8 @@
 """Checks that comments and docstrings name their things: `python -m scripts.check.comments`.
 
 Half a sentence, such as `x: int  # of its upload`, leaves its subject to the reader. A comment that begins with one of
-these words is one, unless it goes on a comment of the line before. So do
-"that of", "of which", "have what" and "of before": a noun takes their place.
+these words is half a sentence, unless it goes on a comment of the line before. "That of", "of which", "have what" and
+"of before" leave out a noun, too.
 """
 
 import ast

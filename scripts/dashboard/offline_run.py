@@ -54,7 +54,7 @@ def read_offline_run(path: str | Path) -> OfflineRun:
 
 
 def _files_of_the_run(file: Path) -> list[Path]:
-    """The files of all processes of a run, the oldest first: their folders have its id, after the time of the start."""
+    """The files of all processes of a run, the oldest first: folders are named by time and id."""
     folder, run_id = file.resolve().parent, file.stem.removeprefix("run-")
     named = re.match(rf"((?:offline-)?run-)\d{{8}}_\d{{6}}-{re.escape(run_id)}", folder.name)
     if named is None:

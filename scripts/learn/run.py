@@ -43,8 +43,8 @@ def run(
 ) -> dict[str, Any]:
     """Train; returns the summary, which is in `out / run.json`, too.
 
-    With `resume` it goes on from the newest checkpoint in `out`. Raises SystemExit if there is none, if it is one of
-    another task, seed or level, or if there is one without `resume`.
+    With `resume` it goes on from the newest checkpoint in `out`. Raises SystemExit if it is missing, belongs to another
+    task, seed or level, or exists without `resume`.
     """
     out.mkdir(parents=True, exist_ok=True)
     start = start or Start()

@@ -1,4 +1,4 @@
-"""How runs that share a GPU begin: their workers start one after another, and training begins together.
+"""How runs that share a GPU begin: their workers start in turn, and training begins together.
 
 A worker measures the free memory while it starts, so nothing may start beside it. `compare` gives all runs of a GPU one
 lock file, waits until each has said that it is ready, and then tells all of them how long to train.

@@ -31,7 +31,7 @@ _REPORT_S = 20.0  # longest wait for a worker's next report
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion: its tokens, seconds until the first one, `[version, tokens]` runs if the engine tells them."""
+    """One completion: its tokens, seconds until the first token, `[version, tokens]` runs if known."""
 
     token_ids: np.ndarray  # int32 [tokens]
     first_s: float

@@ -274,7 +274,7 @@ class Tokens:
 
     @property
     def held(self) -> int:
-        """Tokens whose KV has to be kept for this: each once, wherever it was drawn or sent."""
+        """Tokens whose KV must be kept for the trace: each token once, wherever it was drawn or sent."""
         return _held(self._known)
 
 

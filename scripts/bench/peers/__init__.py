@@ -1,4 +1,4 @@
-"""Engines for a comparison: ours, the service around it, vLLM and transformers, one after the other on the same work.
+"""Engines for a comparison: ours, the service around it, vLLM and transformers, in turn on the same work.
 
     workloads     prompts and lengths, the same for every engine
     experiments   the work for an engine and the results; independent of the engines

@@ -57,7 +57,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Requests that came one after the other: seconds from arrival to the end, and between tokens of a completion."""
+    """Requests in turn: seconds from arrival to the end, and between tokens of a completion."""
 
     latencies_s: list[float]
     first_s: list[float]  # from arrival to the first token
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
 
 def run_job(engine: Engine, job: Job) -> Iterator[Row]:
-    """The rows of all experiments of a job, one by one as they come."""
+    """The rows of all experiments of a job, as they come."""
     for name in job.experiments:
         for row in _EXPERIMENTS[name](engine, job):
             yield {"experiment": name, **row, "kv_tokens": engine.capacity_tokens}

@@ -1,4 +1,4 @@
-"""The parent process: runs the children one after the other, adds floors to their rows, writes one summary."""
+"""The parent process: runs the children in turn, adds floors to their rows, writes one summary."""
 
 import json
 import os
@@ -43,7 +43,7 @@ _IDENTITY = (
     "gpus",
     "workers",
 )
-#: Figures that help to follow a run. They are printed, but no page shows them, so they are not written.
+#: Figures that help to follow a run. Such rows are printed, but no page shows them, so they are not written.
 _ONLY_PRINTED = ("tokens_per_s", "first_s", "device_ms")
 _OURS = ("ours", *SPECULATING, "service")
 #: The figure for comparing engines, and whether a smaller one is better.
