@@ -39,7 +39,6 @@ CORE = (
     "rollout/engine/step/execute.py",
     "rollout/engine/step/slot.py",
     "rollout/engine/step/device_step.py",
-    "rollout/engine/step/row_state.py",
     "rollout/engine/step/sampler.py",
     "rollout/engine/sequence/drawn_tokens.py",
     "rollout/engine/schedule/completion_events.py",
