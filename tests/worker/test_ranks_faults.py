@@ -376,8 +376,8 @@ def test_a_follower_that_hangs_at_the_start_while_it_beats_ends_the_worker(
 @pytest.mark.nightly
 def test_a_follower_that_loads_slowly_is_not_lost(start_ranks: Callable[..., WorkerProcess], points: Points) -> None:
     points.order("slow")
-    env = points.environment | {"SLOW_S": "1.2"}
-    worker = start_ranks(env=env, rank_stall_s=1)  # its weights take twice the limit
+    env = points.environment | {"SLOW_S": "3.6"}
+    worker = start_ranks(env=env, rank_stall_s=3)  # its weights take twice the limit
     points.leave("slow")
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         (completion,) = client.generate("17:", max_tokens=20).completions

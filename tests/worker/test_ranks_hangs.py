@@ -169,10 +169,11 @@ def test_one_of_four_ranks_that_hangs_is_named_within_ten_seconds(
 def test_an_update_and_a_sleep_whose_parts_are_slow_take_longer_than_a_rank_may_stand_still(
     start_ranks: StartRanks, points: Points, flags: dict[str, Any]
 ) -> None:
-    worker = start_ranks(**flags | {"rank_stall_s": 1})
+    limit_s = 4  # four times as long as where cores are free
+    worker = start_ranks(**flags | {"rank_stall_s": limit_s, "env": points.environment | {"SLOW_S": "0.6"}})
     with (
         RolloutClient(worker.endpoint, timeout_s=600.0) as client,
-        WeightPublisher(worker.endpoint, bucket_bytes=4096) as publisher,
+        WeightPublisher(worker.endpoint, bucket_bytes=16_384) as publisher,
     ):
         streams = streams_of(client)
         points.order("slow")
@@ -182,7 +183,7 @@ def test_an_update_and_a_sleep_whose_parts_are_slow_take_longer_than_a_rank_may_
             act()
             took_s.append(time.monotonic() - began_s)
         points.leave("slow")
-        assert min(took_s) > 2, took_s
+        assert min(took_s) > 2 * limit_s, took_s
         for stream, prompt in zip(streams, PROMPTS, strict=True):
             read(stream, 100)
             stream.cancel()
