@@ -51,6 +51,17 @@ def test_streams_that_are_late_change_no_token(model, prompt_of, seed):
     assert run_mixed(Bench(model, random_delays(seed)), prompt_of, sampling=SAMPLED) == plain
 
 
+def assert_broken(bench: Bench, plain, prompt_of) -> None:
+    """It gives other tokens than `plain`, or a fault."""
+    try:
+        broken = run_mixed(bench, prompt_of, sampling=SAMPLED)
+    except Exception as error:
+        assert not isinstance(error, TimeoutError)
+    else:
+        assert broken != plain
+    bench.close(check=False)
+
+
 @pytest.mark.parametrize(
     ("deaf", "late"),
     [("compute", "h2d"), ("d2h", "compute")],
@@ -60,13 +71,7 @@ def test_a_forgotten_event_is_seen(model, prompt_of, deaf, late):
     """The check above can fail: without one wait, late streams give other tokens, or a fault."""
     plain = run_mixed(Bench(model), prompt_of, sampling=SAMPLED)
     bench = Bench(model, DeafDevice(deaf, {late: lambda: 0.003}))
-    try:
-        broken = run_mixed(bench, prompt_of, sampling=SAMPLED)
-    except Exception as error:
-        assert not isinstance(error, TimeoutError)
-    else:
-        assert broken != plain
-    bench.close(check=False)
+    assert_broken(bench, plain, prompt_of)
 
 
 def test_a_slot_that_is_reused_too_early_is_seen(model, prompt_of):
@@ -75,13 +80,7 @@ def test_a_slot_that_is_reused_too_early_is_seen(model, prompt_of):
     bench = Bench(model, LateDevice({"compute": lambda: 0.003}))
     free = bench.engine.pipeline.free_slots
     free[1] = free[0]
-    try:
-        broken = run_mixed(bench, prompt_of, sampling=SAMPLED)
-    except Exception as error:
-        assert not isinstance(error, TimeoutError)
-    else:
-        assert broken != plain
-    bench.close(check=False)
+    assert_broken(bench, plain, prompt_of)
 
 
 def test_neighbours_do_not_change_a_rows_draws(model, prompt_of):
