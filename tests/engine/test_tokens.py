@@ -70,7 +70,7 @@ def assert_broken(bench: Bench, plain, prompt_of) -> None:
 def test_a_forgotten_event_is_seen(model, prompt_of, deaf, late):
     """The check above can fail: without one wait, late streams give other tokens, or a fault."""
     plain = run_mixed(Bench(model), prompt_of, sampling=SAMPLED)
-    bench = Bench(model, DeafDevice(deaf, {late: lambda: 0.003}))
+    bench = Bench(model, DeafDevice(deaf, late))
     assert_broken(bench, plain, prompt_of)
 
 

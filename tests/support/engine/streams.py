@@ -104,23 +104,56 @@ class InlineDevice(CpuDevice):
         return InlineStream()
 
 
-class DeafStream(LateStream):
+class DeafStream(CpuStream):
     """A stream that ignores events: what happens when a wait is forgotten."""
+
+    def __init__(self, name: str) -> None:
+        self.enqueued = self.ran = 0
+        super().__init__(name)
 
     def wait(self, event: CpuEvent) -> None:
         pass
 
+    def run(self, work: Callable[[], object]) -> None:
+        def counted() -> None:
+            work()
+            self.ran += 1
 
-class DeafDevice(LateDevice):
-    """`deaf` names the stream that forgets to wait."""
+        self.enqueued += 1
+        super().run(counted)
 
-    def __init__(self, deaf: str, delays: dict[str, Callable[[], float]]) -> None:
-        super().__init__(delays)
+
+class OvertakenStream(CpuStream):
+    """Its work waits, for some time, until the deaf stream has run what was enqueued there next."""
+
+    def __init__(self, name: str, deaf: Callable[[], DeafStream]) -> None:
         self._deaf = deaf
+        super().__init__(name)
+
+    def run(self, work: Callable[[], object]) -> None:
+        deaf = self._deaf()
+        before, until_s = deaf.enqueued, time.perf_counter() + 0.2
+
+        def late() -> None:
+            while deaf.ran <= before and time.perf_counter() < until_s:
+                time.sleep(0.0005)
+            work()
+
+        super().run(late)
+
+
+class DeafDevice(CpuDevice):
+    """The stream `deaf` forgets to wait, and overtakes the stream `late`."""
+
+    def __init__(self, deaf: str, late: str) -> None:
+        self._names = deaf, late
 
     def stream(self, name: str) -> CpuStream:  # type: ignore[override]
-        kind = DeafStream if name == self._deaf else LateStream
-        return kind(name, self._delays.get(name, lambda: 0.0))
+        deaf, late = self._names
+        if name == deaf:
+            self._deaf = DeafStream(name)
+            return self._deaf
+        return OvertakenStream(name, lambda: self._deaf) if name == late else super().stream(name)
 
 
 class SteppedStream(InlineStream):
