@@ -72,7 +72,7 @@ class CompressedAttention(Block):
         self.sinks = build.empty(spec.heads, dtype=torch.float32)
         self.rope_of_entries = Rope(*spec.turned, build.device)
         self.compressor = None if spec.windows is None else Compressor(spec, spec.head_dim, build)
-        self.indexer = None if spec.indexer is None else EntryIndexer(spec, build)
+        self.indexer = None if spec.indexer is None else EntryIndexer(spec, layer, build)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
@@ -83,7 +83,10 @@ class CompressedAttention(Block):
             batch.adapters.add(self.layer, "in", all_TN, x_TH)
         q_TK, key_TD, *raw = all_TN.split(spec.inputs.widths, dim=1)
         q_TK = self.q_norm(q_TK)
-        q_TQD = self.q_b_proj(q_TK).unflatten(1, (spec.heads, -1))
+        q_TN = self.q_b_proj(q_TK)
+        if batch.adapters is not None:
+            batch.adapters.add(self.layer, "q_b", q_TN, q_TK)
+        q_TQD = q_TN.unflatten(1, (spec.heads, -1))
         q_TQD = F.rms_norm(q_TQD.float(), (spec.head_dim,), eps=spec.eps).to(x_TH.dtype)
         both_TXD = turned(torch.cat((q_TQD, self.kv_norm(key_TD)[:, None]), dim=1), *cos_sin)
         q_TQD, key_T1D = both_TXD.split((spec.heads, 1), dim=1)
@@ -212,10 +215,10 @@ class EntryIndexer(Compressor):
 
     module = "self_attn.compressor.indexer"
 
-    def __init__(self, spec: CompressedSpec, build: Build) -> None:
+    def __init__(self, spec: CompressedSpec, layer: int, build: Build) -> None:
         assert spec.indexer is not None
         super().__init__(spec, spec.indexer.dim, build)
-        self.spec, self.q_proj = spec.indexer, Linear(spec.indexer.q, build)
+        self.spec, self.layer, self.q_proj = spec.indexer, layer, Linear(spec.indexer.q, build)
         # The weights of heads decide between nearly equal scores, as in `rollout.models.indexer`.
         self.head_weights = build.empty(self.spec.heads, self.spec.hidden, dtype=torch.float32)
 
@@ -231,7 +234,10 @@ class EntryIndexer(Compressor):
         heads, most = self.spec.heads, batch.max_context // self.tokens
         if not most:
             return None
-        q_TYD = turned(self.q_proj(latent_TK).unflatten(1, (heads, -1)), *cos_sin)
+        q_TN = self.q_proj(latent_TK)
+        if batch.adapters is not None:
+            batch.adapters.add(self.layer, "index", q_TN, latent_TK)
+        q_TYD = turned(q_TN.unflatten(1, (heads, -1)), *cos_sin)
         queries = IndexQueries(q_TYD, F.linear(x_TH.float(), self.head_weights) * (heads * self.dim) ** -0.5)
         last_T = (batch.positions_T + 1) // self.tokens - 1
         top_k, a_page = min(self.spec.top_k, most), keys_PR1D.shape[1] * self.tokens

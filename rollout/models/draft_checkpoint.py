@@ -95,6 +95,8 @@ def _spec(
             f"{file} is made for hidden states of {hidden} and has {whole.hidden} of its own; both must be "
             f"{target.hidden} as in the served model: give the draft model that was trained for it"
         )
+    if target.streams is not None:
+        raise CheckpointError(f"{file}: no draft model reads the several residual streams of the served model")
     vocab = content.get("draft_vocab_size") or target.vocab
     own_head = "lm_head.weight" in tensors or not tensors
     mapped = own_head and (OFFSETS in tensors if tensors else vocab < target.vocab)

@@ -18,7 +18,7 @@ import torch
 from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 
 from rollout.models.cut import Cut
-from rollout.models.spec import AttentionSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
+from rollout.models.spec import AttentionSpec, CompressedSpec, DenseSpec, LatentSpec, LayerSpec, LinearSpec, ModelSpec
 
 Product = Literal["qkv", "q_b", "index", "in", "o", "gate_up", "down"]
 #: A product of one layer.
@@ -38,6 +38,10 @@ def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
             products["q_b"] = q_b
     elif layer.mixer is not None:
         products = {"in": layer.mixer.inputs, "o": layer.mixer.out}
+        if isinstance(layer.mixer, CompressedSpec):
+            products["q_b"] = layer.mixer.q_b
+            if layer.mixer.indexer is not None:
+                products["index"] = layer.mixer.indexer.q
     if isinstance(layer.feed_forward, DenseSpec):
         products |= {"gate_up": layer.feed_forward.gate_up, "down": layer.feed_forward.down}
     return products

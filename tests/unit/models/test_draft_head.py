@@ -15,6 +15,7 @@ from rollout.models.draft_head import PREFIX
 from rollout.weights.parameter_map import ParameterMap, update_names
 from tests.support.models.draft_heads import head_config, head_forward, head_logits, random_head, save_head
 from tests.support.models.families import make_checkpoint
+from tests.support.models.latent import make_latent
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, pack
 
@@ -217,3 +218,6 @@ def test_models_that_cannot_be_drafted_for_are_refused(target, tmp_path) -> None
     head_for(target, tmp_path)
     with pytest.raises(ValueError, match="speculation_model"):
         load(tmp_path, model_impl="transformers")
+    head_for(make_latent("DeepseekV4", tmp_path / "target"), tmp_path)
+    with pytest.raises(CheckpointError, match="residual streams"):
+        load(tmp_path)

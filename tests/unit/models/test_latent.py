@@ -90,11 +90,12 @@ def test_the_kernels_run_latent_attention_and_what_is_between(
     check(loaded, reference)
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV2"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV2", "DeepseekV4"])
 def test_an_adapter_of_its_projections_is_what_peft_merges(made: Any, name: str, tmp_path: Path) -> None:
     loaded, reference, _ = made(name)
     queries = ("q_a_proj", "q_b_proj") if loaded.spec.layers[0].mixer.q_rank else ("q_proj",)
-    adapter = make_adapter(reference, tmp_path / "adapter", 0, (*queries, "kv_a_proj_with_mqa", "o_proj"))
+    others = ("kv_proj", "o_b_proj") if name == "DeepseekV4" else ("kv_a_proj_with_mqa", "o_proj")
+    adapter = make_adapter(reference, tmp_path / "adapter", 0, (*queries, *others))
     slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
     slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
     exact, prompt = merged(reference, adapter), tokens(20, 1)

@@ -24,6 +24,7 @@ _FAMILIES = (
     "Afmoe",
     "GptOss",
     "DeepseekV3",  # latents, and scores in groups
+    "DeepseekV4",  # square roots of softplus, and a table
     *nightly("Qwen2Moe", "MiniMaxM2", "DeepseekV2 groups", "Glm4MoeLite"),
 )
 
