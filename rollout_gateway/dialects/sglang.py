@@ -40,6 +40,7 @@ class SglangParams(SamplingBody):
     """The `sampling_params` of a request, for one prompt."""
 
     switched_off: ClassVar = SamplingBody.switched_off | {
+        "prompt_logprobs": (None,),  # here `return_logprob` and `logprob_start_len` ask for them
         "stop_regex": (None, []),
         "structural_tag": (None,),
         "stream_interval": (None,),

@@ -608,6 +608,8 @@ BAD = "("  # no regular expression
         (SGLANG, {"text": "x", "sampling_params": {"ebnf": BAD}}, "sampling_params.ebnf"),
         (SGLANG, {"text": "x", "sampling_params": {"stop": [""]}}, "sampling_params.stop.0"),
         (SGLANG, {"text": "x", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+        (SGLANG, {"text": "x", "return_logprob": True, "sampling_params": {"prompt_logprobs": 1}},
+         "sampling_params.prompt_logprobs"),
         (SGLANG, {"text": "x", "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 2}},
          "sampling_params.min_new_tokens"),
         (SGLANG, {"input_ids": [1 << 30]}, "input_ids"),
