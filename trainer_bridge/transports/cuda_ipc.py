@@ -51,7 +51,7 @@ from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 HANDLE_BYTES = 64
 _MAX_SLOTS = 64
 _SLOTS = 16
-_ALL_SLOTS_BYTES = 1 << 30  # most memory of a publisher's slots, if at least two buckets fit
+_ALL_SLOTS_BYTES = 2 << 30  # most memory of a publisher's slots, if at least two buckets fit
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _ANY_DIRECTION = 4  # cudaMemcpyDefault: the addresses say where the memory is
 _LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")

@@ -213,7 +213,7 @@ def test_a_steady_step_is_one_launch_that_waits_for_nothing(wide, monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_drafts_change_no_completion(wide, monkeypatch, deterministic):
+def test_drafts_change_no_completion(wide, deterministic):
     """Captured steps with drafts, which states go through; with `deterministic` all bits are equal."""
     model = load_bf16(wide[0])
     fields = {"max_rows": 8, "kv_pages": 800, "page_size": 16, "deterministic": deterministic}
@@ -224,9 +224,7 @@ def test_drafts_change_no_completion(wide, monkeypatch, deterministic):
     without.close()
     answers = {key: done.token_ids for key, done in without.completions.items()}
     for wrong in (0.0, 0.4, 1.0):
-        bench, _ = drafting(
-            monkeypatch, model, answers, wrong, device=make_device("cuda"), speculation_tokens=4, **fields
-        )
+        bench, _ = drafting(model, answers, wrong, device=make_device("cuda"), speculation_tokens=4, **fields)
         assert bench.engine.executor.captures
         _submit_drafted(bench, sampling)
         assert bench.drafts.drafted > 100

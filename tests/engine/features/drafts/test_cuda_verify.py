@@ -60,12 +60,11 @@ def all_of(bench: Bench) -> dict:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-def test_deterministic_completions_are_equal_bit_for_bit(folder, monkeypatch, kv_dtype):
+def test_deterministic_completions_are_equal_bit_for_bit(folder, kv_dtype):
     fields = {**SIZES, "deterministic": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folder), make_device("cuda"), **fields))
     for wrong, ragged, shares in [(0.0, False, True), (0.3, True, True), (0.3, True, False), (1.0, False, True)]:
         bench, _ = drafting(
-            monkeypatch,
             load_bf16(folder),
             tokens_of(plain),
             wrong,
@@ -106,12 +105,11 @@ def test_drafts_by_ngrams_change_no_bit_and_are_those_of_torch(folder, monkeypat
 
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("shares", [True, False])
-def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, monkeypatch, shares, slots):
+def test_logprobs_are_those_of_plain_steps_up_to_rounding(folder, shares, slots):
     """At a high temperature rounding hardly ever changes a token, so rows stay together. With slots: adapters."""
     fields = {**SIZES, "adapter_slots": slots, "adapter_rank": 16}
     plain = Bench(load_bf16(folder), make_device("cuda"), **fields)
     bench, _ = drafting(
-        monkeypatch,
         load_bf16(folder),
         known := {},
         0.2,

@@ -69,12 +69,10 @@ def plain(hybrid):
         ),
     ],
 )
-def test_any_drafts_give_the_same_completions(hybrid, monkeypatch, plain, stem, wrong, ragged, depth):
+def test_any_drafts_give_the_same_completions(hybrid, plain, stem, wrong, ragged, depth):
     fields = {"speculation_tokens": 3 if ragged else 5, "pipeline_depth": depth}
     without = plain(stem)
-    bench, _ = drafting(
-        monkeypatch, load(hybrid(stem)[0]), recorded(without.completions), wrong, depth, ragged, **fields
-    )
+    bench, _ = drafting(load(hybrid(stem)[0]), recorded(without.completions), wrong, depth, ragged, **fields)
     submit_all(bench)
     run_watched(bench)
     assert_same(bench, without)
@@ -144,11 +142,9 @@ def six(hybrid) -> Bench:
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_rows_sleep_between_verify_steps(model, monkeypatch, six, on_host):
+def test_rows_sleep_between_verify_steps(model, six, on_host):
     host_gib = 16 * model.spec.state_bytes(torch.float32) / 2**30 if on_host else 0.0
-    bench, _ = drafting(
-        monkeypatch, model, recorded(six.completions), 0.3, bench=Sleeping, host_kv_gib=host_gib, kv_pages=600
-    )
+    bench, _ = drafting(model, recorded(six.completions), 0.3, bench=Sleeping, host_kv_gib=host_gib, kv_pages=600)
     submit_six(bench)
     for _ in range(2):
         bench.ticks(9)
