@@ -231,7 +231,8 @@ class Worker:
 
     def _tick(self) -> None:
         engine = self.engine
-        self.ranks.check()
+        if self.ranks.size > 1:
+            self.ranks.check()
         self.vitals.tick()
         worked = engine.busy or engine.wait(_IDLE_WAIT_S)
         worked |= engine.tick()

@@ -164,7 +164,7 @@ def _build_parts(
     roster = Roster(allocator, engine.max_rows, version, clock, totals.counters, features)
     step = executor.step
     shared = make_shared_pages(model, step.kv, engine, step.shares_pages)
-    packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, features)
+    packer = Packer(executor.graphs.sizes, shared, allocator.prefixes.has_states, roster.in_step)
     scheduler = Scheduler(limits, roster, functools.partial(upload_words, features=step.features))
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, allocator.tier)
 

@@ -19,7 +19,7 @@ from rollout.engine.build_kv import (
     host_memory_of,
     open_disk,
 )
-from rollout.engine.device.streams import CpuDevice, DeviceStream
+from rollout.engine.device.streams import CpuDevice, DeviceStream, Streams
 from rollout.engine.features.all import FEATURES, MakeFeature, MeasuresSteps, host_bytes
 from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.tiers.page_mover import HostMemory, PageMover
@@ -38,7 +38,7 @@ from rollout.engine.sizing import (
     states_on_host,
     weight_bytes,
 )
-from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, OrderSizes, Site
+from rollout.engine.step.device_feature import AheadFeature, DeviceFeature, Orders, OrderSizes, Site
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Movers, RankRole
 from rollout.engine.step.graphs import Progress, capturable, make_graphs
@@ -47,7 +47,6 @@ from rollout.engine.step.rehearsal import StepNeeds, StepSizes, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.shared_pages import most_shared_rows
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.step_streams import Orders, Streams
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel

@@ -32,8 +32,9 @@ from rollout.engine.messages.to_engine import (
 )
 from rollout.engine.messages.to_service import Done, Event, Failed, Flushed, Rejected
 from rollout.engine.parts import EngineLinks, EngineParts
+from rollout.engine.schedule.admission import untaken
 from rollout.engine.schedule.command_feature import carry_out
-from rollout.engine.schedule.step_feature import RefusalError, untaken
+from rollout.engine.schedule.step_feature import RefusalError
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)

@@ -75,7 +75,8 @@ class Engine:
             self._nothing_runs(idle, not launched)
         self.swapper.advance(parts)
         self._wait_for_copies(not launched and not committed, idle)
-        self.sleeper.advance(parts)
+        if gate.sleep.ordered:
+            self.sleeper.advance(parts)
         reported = self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)

@@ -38,10 +38,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from enum import IntFlag, auto
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+
+from trainer_bridge.wire.sampling_rules import Part
 
 #: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
 #: well aligned, and nothing is compiled while serving.
@@ -49,6 +52,36 @@ _ALIGN = 4
 #: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
 ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
+
+
+class RowNeeds(IntFlag):
+    """The needs of a row beyond a plain forward and draw: a step leaves out the parts that no row needs."""
+
+    NONE = 0
+    GREEDY = auto()
+    DRAW = auto()
+    TRUNCATE = auto()
+    PENALIZE = auto()
+    BIAS = auto()
+    MIN_TOKENS = auto()
+    CONSTRAIN = auto()
+    LOGITS = auto()  # a feature reads the logits
+    VARIANT = auto()  # the forward runs with a variant of the weights
+
+    @property
+    def reshapes(self) -> bool:
+        """True if the drawn distribution is not the plain one."""
+        return bool(self & ~(RowNeeds.GREEDY | RowNeeds.DRAW | RowNeeds.LOGITS | RowNeeds.VARIANT))
+
+
+#: Sampling that is inside a captured step.
+PLAIN = RowNeeds.GREEDY | RowNeeds.DRAW
+#: The need of a sampling rule, by its part of the draw. Every draw has a temperature.
+NEEDS: dict[Part, RowNeeds] = {
+    "temperature": RowNeeds.NONE,
+    "truncation": RowNeeds.TRUNCATE,
+    "penalty": RowNeeds.PENALIZE,
+}
 
 
 class UploadSection(NamedTuple):

@@ -451,6 +451,7 @@ class Attention(Block):
         self.qkv_proj = Linear(spec.qkv, build)
         self.o_proj = Linear(spec.o, build)
         own_kv = spec.kv != "shared"
+        self.q_dim, self.kv_dim, self.v_dim = spec.q_dim, spec.kv_dim, spec.v_dim
         self.sinks = build.empty(spec.heads) if spec.sinks else None
         gate = spec.output_gate
         self.gate_proj = None if gate is None else Linear(gate, build.plain)
@@ -466,15 +467,15 @@ class Attention(Block):
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
             q_cut, k_cut = spec.q_cut(spec.head_dim), spec.kv_cut(spec.head_dim)
-            self.q_norm = HeadsNorm(spec.q_dim, q_cut, spec, build)
-            self.k_norm = HeadsNorm(spec.kv_dim, k_cut, spec, build)
+            self.q_norm = HeadsNorm(self.q_dim, q_cut, spec, build)
+            self.k_norm = HeadsNorm(self.kv_dim, k_cut, spec, build)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
         batch, cache = context.batch, context.kv.layer(self.kv_index)
         q_TQD, gate_TK = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
         out_TQD = self.mix(x_TH, self.grown(q_TQD, batch), context)
-        out_TK = out_TQD[..., : self.spec.v_dim].flatten(1)
+        out_TK = out_TQD[..., : self.v_dim].flatten(1)
         if self.gate_proj is not None:
             gate_TK = self.gate_proj(x_TH)
         return LastProduct(self.o_proj, gate_output(out_TK, gate_TK), batch.adapters, self.layer, "o")
@@ -548,25 +549,25 @@ class Attention(Block):
         if adapters is not None:
             adapters.add(self.layer, "qkv", qkv_TN, x_TH)
         if spec.query_gate:
-            gated_TQX, kv_TN = qkv_TN[:, : 2 * spec.q_dim].unflatten(1, (spec.heads, -1)), qkv_TN[:, 2 * spec.q_dim :]
+            gated_TQX, kv_TN = qkv_TN[:, : 2 * self.q_dim].unflatten(1, (spec.heads, -1)), qkv_TN[:, 2 * self.q_dim :]
             q_TQD, gate_TQD = gated_TQX.chunk(2, dim=-1)
             qkv_TN, gate_TK = torch.cat((q_TQD.flatten(1), kv_TN), dim=1), gate_TQD.flatten(1)
         if spec.qk_norm == "full":
-            q, k, v = qkv_TN.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+            q, k, v = qkv_TN.split((self.q_dim, self.kv_dim, self.kv_dim), dim=-1)
             qkv_TN = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if spec.clip_qkv is not None:
             qkv_TN = qkv_TN.clamp(-spec.clip_qkv, spec.clip_qkv)
-        qk_TN, v_TN = qkv_TN.tensor_split((spec.q_dim + (0 if spec.kv == "shared" else spec.kv_dim),), dim=1)
+        qk_TN, v_TN = qkv_TN.tensor_split((self.q_dim + (0 if spec.kv == "shared" else self.kv_dim),), dim=1)
         qk_THD = qk_TN.unflatten(1, (-1, spec.head_dim))
-        v_TGD = v_TN.unflatten(1, (v_TN.shape[1] // spec.v_dim, spec.v_dim))
+        v_TGD = v_TN.unflatten(1, (v_TN.shape[1] // self.v_dim, self.v_dim))
         if spec.kv == "keys":
             v_TGD = qk_THD[:, spec.heads :]
         if spec.value_norm:
-            v_TGD = F.rms_norm(v_TGD.float(), (spec.v_dim,), eps=spec.eps).to(v_TGD.dtype)
+            v_TGD = F.rms_norm(v_TGD.float(), (self.v_dim,), eps=spec.eps).to(v_TGD.dtype)
         if spec.value_scale != 1.0:
             v_TGD = v_TGD * spec.value_scale
         if spec.value_dim is not None:
-            v_TGD = F.pad(v_TGD, (0, spec.head_dim - spec.v_dim))
+            v_TGD = F.pad(v_TGD, (0, spec.head_dim - self.v_dim))
         if spec.qk_norm in ("head", "unit"):
             weight_HD = self.qk_norm_weight.index_select(0, self.head_kinds)
             qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)

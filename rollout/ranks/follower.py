@@ -19,10 +19,9 @@ import msgpack
 from rollout.config import Settings
 from rollout.engine.build import build_follower, sleeping_memory
 from rollout.engine.device.streams import make_device
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Header, Upload
+from rollout.engine.upload import Header, RowNeeds, Upload
 from rollout.models import load_model
 from rollout.process.compiling import use_kernels, watch_compilations
 from rollout.process.interpreter import collect_and_freeze, hand_over_soon, set_cpu_threads

@@ -42,7 +42,7 @@ import torch
 
 from rollout.engine.device.rank_orders import MemoryOfRanks
 from rollout.engine.device.releasable import ReleasableMemory, SleepMemory
-from rollout.engine.step.device_feature import OrderSizes
+from rollout.engine.step.device_feature import Orders, OrderSizes
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.upload import Extra, Header, StepOutput, Upload
 from rollout.ranks.rank_watch import LANES, LaneName
@@ -73,8 +73,8 @@ class SharedRelay(Protocol):
         """Free the memory, once the followers have unmapped it; returns its bytes."""
 
 
-class OrderWriter:
-    """The loop's end of the ring, as the executor sees it (`rollout.engine.step.step_streams.Orders`)."""
+class OrderWriter(Orders):
+    """The loop's end of the ring."""
 
     def __init__(
         self,

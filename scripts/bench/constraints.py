@@ -41,10 +41,9 @@ from rollout.engine.messages.requests import Request, SamplingParams, StopParams
 from rollout.engine.messages.to_engine import Submit
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Upload, UploadStaging
+from rollout.engine.upload import RowNeeds, Upload, UploadStaging
 from rollout.models import LoadedModel
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures

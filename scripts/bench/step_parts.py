@@ -22,14 +22,13 @@ import torch
 
 from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_feature import Replays
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.pack import CapturedSizes
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Header, StepInput, put_decode
+from rollout.engine.upload import PLAIN, Header, RowNeeds, StepInput, put_decode
 
 _ROUNDS, _REPEATS = 5, 20
 _DRAWS = 16  # in one graph: a draw is too short for separate launches

@@ -10,7 +10,7 @@ from rollout_kernels.parallel.peer_buffers import PeerBuffers
 from rollout.engine.build import build_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.step.step_streams import NoOrders
+from rollout.engine.step.device_feature import Orders
 from rollout.engine.upload import StepOutput
 from tests.support.engine.harness import Bench
 
@@ -53,7 +53,7 @@ def test_the_flag_ends_the_engine_before_the_step_is_committed(model, prompt_of,
         each.close(check=False)
 
 
-class Doubts(NoOrders):
+class Doubts(Orders):
     """The other ranks, one of which knows that a step is wrong."""
 
     def __init__(self) -> None:

@@ -14,7 +14,6 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.features.adapters.memory import AdapterMemory
 from rollout.engine.schedule.step_feature import find_feature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sizing import (
     DeviceMemory,
     DeviceTarget,
@@ -39,6 +38,7 @@ from rollout.engine.step.rehearsal import (
     taken_between,
 )
 from rollout.engine.step.row_state import RowState
+from rollout.engine.upload import RowNeeds
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots

@@ -6,7 +6,7 @@ A field of `SamplingRules` is the declaration of a rule. These are made from it:
     flag of `rollout generate`                               `rollout/cli/generate.py`
     field of the message, its default and its range          `rollout/service/requests/schema.py`
     field of the engine's `SamplingParams`                   `rollout/engine/messages/requests.py`
-    part of the step that a row with this rule needs         `rollout/engine/sequence/row_needs.py`
+    part of the step that a row with this rule needs         `RowNeeds` in `rollout/engine/upload.py`
     column of the row state, and what a row writes there     `rollout/engine/step/row_state.py`, `pack.py`
     field `<name>_S` of `rollout_kernels.SamplingRows`       `rollout/engine/step/sampler.py`
 

@@ -12,10 +12,13 @@ A closure that raises poisons its stream, as a fault poisons a CUDA context: lat
 that no thread waits forever, and `check()` raises the first fault.
 """
 
+from __future__ import annotations
+
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -362,3 +365,27 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for all work on the device."""
         torch.cuda.synchronize(self.torch_device)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of one engine's steps."""
+
+    h2d: DeviceStream
+    compute: DeviceStream
+    d2h: DeviceStream
+    beside: Mapping[str, DeviceStream]  # streams of features, by name, for work in parallel to the steps
+
+    @classmethod
+    def make(cls, device: Device, beside: Iterable[str] = ()) -> Streams:
+        h2d, compute, d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
+        return cls(h2d, compute, d2h, {name: device.stream(name) for name in beside})
+
+    def all(self) -> list[DeviceStream]:
+        """All streams of this engine."""
+        return [self.h2d, self.compute, self.d2h, *self.beside.values()]
+
+    def close(self) -> None:
+        """Finish what is enqueued and end the streams."""
+        for stream in self.all():
+            stream.close()

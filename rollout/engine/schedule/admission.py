@@ -5,14 +5,17 @@ another one computes or that comes back from the host, and a new session for ses
 """
 
 import functools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rollout.engine.kv.tier import Fetch
 from rollout.engine.messages.requests import Request
+from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import Rejected
 from rollout.engine.schedule.fair_queue import SweptHeap
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.sequence.sequence import Group, Sequence
+from rollout.engine.schedule.step_feature import RequestFeature
+from rollout.engine.sequence.sequence import Group, Sequence, asked_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,16 @@ def refusal(
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
     return None
+
+
+def untaken(asked: Request | Prefetch, features: Collection[RequestFeature]) -> Iterator[tuple[str, str]]:
+    """The fields that ask for features which this worker lacks, each with the reason to refuse the request."""
+    names = {feature.name for feature in features}
+    for entry in asked_fields(asked):
+        if entry.feature not in names:
+            start = f"start it with {entry.flag}, or " if entry.flag else ""
+            cure = f"{start}remove the field (see 'capabilities' in the status)"
+            yield entry.name, f"this worker does not offer {entry.name!r}; {cure}"
 
 
 class Deadlines:

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.upload import RowNeeds
 
 _VARIANT = RowNeeds.VARIANT.value
 

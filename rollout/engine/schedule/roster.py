@@ -48,6 +48,9 @@ class Roster:
         self.allocator = allocator
         self.features = features  # optional capabilities
         self.of_requests, self.variants = of_kind(features, RequestFeature), of_kind(features, VariantFeature)
+        self._asked = Counter[str]()  # unfinished groups that ask for a feature, by its name
+        self.in_step: list[StepFeature] = []  # the features of a step, now
+        self._note_asked()
         self.version = version  # weights version
         self.clock = clock
         self.counters = counters or Counters()
@@ -96,6 +99,15 @@ class Roster:
         self.groups[group.key] = group
         self.waiting += len(group.sequences)
         self.feed.enter(group, self.version)
+        self._asked.update(group.asks)
+        self._note_asked()
+
+    def asked_by(self, group: Group) -> list[RequestFeature]:
+        """The features of a request."""
+        return [feature for feature in self.of_requests if feature.in_every_step or feature.name in group.asks]
+
+    def _note_asked(self) -> None:
+        self.in_step[:] = [each for each in self.features if each.in_every_step or self._asked[each.name]]
 
     def first_waiting(self) -> Sequence | None:
         """The first sequence of the queue that every feature lets have a row; it stays in the queue."""
@@ -157,7 +169,7 @@ class Roster:
         group = self.groups.get(key)
         for seq in group.sequences if group else ():
             if not seq.finalized and len(seq.tokens) > seq.drawn.flushed:
-                self.events.append(make_delta(seq, self.of_requests))
+                self.events.append(make_delta(seq, self.asked_by(seq.group)))
 
     def fail(self, seq: Sequence, error: str) -> None:
         """End one completion as an error, with its present tokens."""
@@ -171,15 +183,17 @@ class Roster:
         elif seq.state is not SequenceState.LEAVING:
             self._stop_running(seq)
         seq.finish = finish
-        self.events.append(make_delta(seq, self.of_requests))
+        self.events.append(make_delta(seq, self.asked_by(seq.group)))
         seq.finalized = True  # set after the last delta: `rescue` relies on it
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete
         self.feed.ended(seq)
         if group.unfinished == 0:
-            self.events.append(make_request_done(group, self.clock(), self.of_requests))
+            self.events.append(make_request_done(group, self.clock(), self.asked_by(group)))
             del self.groups[group.key]
+            self._asked.subtract(group.asks)
+            self._note_asked()
             self.feed.early.pop(group.key, None)
         self.settle(seq)
         if finish.complete and group.complete == group.request.min_complete:
@@ -202,9 +216,9 @@ class Roster:
                 if not seq.finalized:
                     seq.drawn.drop_torn_token()
                     seq.finish = Finish("error", error=message)
-                    events.append(make_delta(seq, self.of_requests))
+                    events.append(make_delta(seq, self.asked_by(seq.group)))
                     seq.finalized = True
-            events.append(make_request_done(group, now_s, self.of_requests))
+            events.append(make_request_done(group, now_s, self.asked_by(group)))
         return events
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -245,7 +259,8 @@ class Roster:
             self.free_rows.append(seq.row)
             seq.row = 0
         for feature in self.features:
-            feature.left(seq)
+            if feature.in_every_step or feature.name in seq.group.asks:
+                feature.left(seq)
         self.allocator.release(seq)
         if seq.state is SequenceState.LEAVING:
             self.ending.remove(seq)

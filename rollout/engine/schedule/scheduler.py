@@ -24,15 +24,14 @@ from collections.abc import Callable
 from rollout.engine.messages.requests import Request
 from rollout.engine.messages.to_service import Finish, Rejected
 from rollout.engine.schedule import preemption
-from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, admit, refusal
+from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, admit, refusal, untaken
 from rollout.engine.schedule.completion_events import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, PromptPart, Span, decode_spans, make_plan
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.step_feature import AheadPlanner, find_feature, untaken
-from rollout.engine.sequence.row_needs import RowNeeds
+from rollout.engine.schedule.step_feature import AheadPlanner, find_feature
 from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
 from rollout.engine.sequence.sequence_kv import NO_TOKENS, Prefill
-from rollout.engine.upload import StepOutput
+from rollout.engine.upload import RowNeeds, StepOutput
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test
 
@@ -69,7 +68,7 @@ class Scheduler:
         rejected = refusal(request, self.limits, pool_tokens, roster.waiting, busy)
         for name, reason in untaken(request, roster.of_requests):
             rejected = rejected or Rejected(request.key, "bad_request", reason, name)
-        for feature in roster.of_requests:
+        for feature in roster.asked_by(group):
             rejected = rejected or feature.enter(group)
         if rejected is not None:
             roster.events.append(rejected)
@@ -142,7 +141,7 @@ class Scheduler:
             seq.kv.length = end
             if of_prompts:
                 self._prompt_launched(seq, start, end, version)
-        for feature in self.roster.features:
+        for feature in self.roster.in_step:
             feature.launched(plan)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, version: int) -> None:
@@ -163,13 +162,12 @@ class Scheduler:
         roster.prefilling.remove(seq)
         insort(roster.decoding, seq, key=_pages_of)  # next to rows that share its first pages
         if seq is seq.group.first:
-            seq.group.fresh_from = None
             roster.feed.first_launched(seq, roster.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""
         roster = self.roster
-        for feature in roster.features:
+        for feature in roster.in_step:
             feature.commit(plan, output)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, SequenceState.LEAVING
@@ -250,7 +248,7 @@ class Scheduler:
             roster.finish(seq, Finish("repetition"))
         else:
             if request.stream_every and count - drawn.flushed >= request.stream_every:
-                roster.events.append(make_delta(seq, roster.of_requests))
+                roster.events.append(make_delta(seq, roster.asked_by(seq.group)))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
             roster.allocator.prefixes.remember(seq, known, roster.version)
             next_page = count + self._page_size - known % self._page_size
@@ -297,7 +295,7 @@ def prompt_spans(roster: Roster, limits: SchedulerLimits, upload_words: Callable
         if length == 0 or (spans and needed > words):
             break
         wanted = length
-        for feature in roster.features:
+        for feature in roster.in_step:
             length = feature.fit(seq, kv.length, length, first=not spans)
         if length:
             tokens, words = tokens - length, words - needed

@@ -18,11 +18,10 @@ Some features have more hooks, by what they are:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar, TypeVar
 
 from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.messages.requests import OF_FEATURES, Request
 from rollout.engine.messages.statuses import StatusFields
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import DeltaFields, DoneFields, Rejected
@@ -45,6 +44,8 @@ class StepFeature:
     """One feature of an engine. A hook that is not overridden does nothing."""
 
     name: ClassVar[str]  # equal to the name of its device feature
+    #: False: it is called only for requests that ask for it, and in steps only while there are any.
+    in_every_step: ClassVar[bool] = True
 
     # --- plan ---------------------------------------------------------------------------------------------------------
 
@@ -95,6 +96,8 @@ class StepFeature:
 class RequestFeature(StepFeature):
     """A feature that requests ask for, by a field that names it (`EngineFields`)."""
 
+    in_every_step = False
+
     def enter(self, group: Group) -> Rejected | None:
         """Called for each new request, before its sequences are made: set the feature's fields of the group.
 
@@ -119,6 +122,8 @@ class RequestFeature(StepFeature):
 
 class VariantFeature(RequestFeature):
     """A feature by which rows run with variants of the weights."""
+
+    in_every_step = True  # each row says which variant it runs with
 
     def edition(self, prefetch: Prefetch) -> int:
         """Called for each prefetch: return the edition of the variant that it names, or 0. Raises RefusalError."""
@@ -174,13 +179,3 @@ def find_feature(features: Collection[object], kind: type[F]) -> F | None:
         names = " and ".join(type(feature).__name__ for feature in found)
         raise ValueError(f"{names} are both of class {kind.__name__}: an engine takes one such feature")
     return found[0] if found else None
-
-
-def untaken(asked: Request | Prefetch, features: Collection[RequestFeature]) -> Iterator[tuple[str, str]]:
-    """The fields that ask for features which this worker lacks, each with the reason to refuse the request."""
-    names = {feature.name for feature in features}
-    for entry in OF_FEATURES:
-        if entry.feature not in names and getattr(asked, entry.name, entry.default) != entry.default:
-            start = f"start it with {entry.flag}, or " if entry.flag else ""
-            cure = f"{start}remove the field (see 'capabilities' in the status)"
-            yield entry.name, f"this worker does not offer {entry.name!r}; {cure}"

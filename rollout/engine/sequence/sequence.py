@@ -44,12 +44,15 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.constraints.matcher import NEVER, FreePart, Matcher
-from rollout.engine.messages.requests import NOTHING_BEFORE, Request, RequestKey
+from rollout.constraints.matcher import ANYTHING, NEVER, FreePart, Matcher
+from rollout.engine.messages.requests import NOTHING_BEFORE, OF_FEATURES, Request, RequestKey
+from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.sequence.drawn_tokens import DrawnTokens, repetition_of
-from rollout.engine.sequence.row_needs import RowNeeds, needs_of
 from rollout.engine.sequence.sequence_kv import KeptSession, PrefixKeys, SequenceKV
+from rollout.engine.upload import NEEDS, RowNeeds
+from trainer_bridge.wire.request_fields import RequestField
+from trainer_bridge.wire.sampling_rules import RULES
 
 
 class VariantUse:
@@ -132,10 +135,12 @@ class Group:
     #: all, or this KV is launched.
     fresh_from: int | None = None
     needs: RowNeeds = field(init=False)  # what its rows need of a step
+    asks: set[str] = field(init=False)  # the features that its request asks for
     stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.needs, self.stop_ids = needs_of(self.request), frozenset(self.request.stop.token_ids)
+        self.asks = {entry.feature for entry in asked_fields(self.request) if entry.feature}
 
     @property
     def key(self) -> RequestKey:
@@ -145,6 +150,27 @@ class Group:
     def waits_for_turn(self) -> bool:
         """True while the turn before in its session is in flight as a zombie."""
         return self.session is not None and self.session.turns > 1
+
+
+def asked_fields(asked: Request | Prefetch) -> list[RequestField]:
+    """The fields that ask for features of steps."""
+    return [entry for entry in OF_FEATURES if getattr(asked, entry.name, entry.default) != entry.default]
+
+
+def needs_of(request: Request) -> RowNeeds:
+    """The needs of a request's rows; features add theirs (`RequestFeature.enter`)."""
+    sampling = request.sampling
+    needs = RowNeeds.GREEDY if sampling.temperature == 0 else RowNeeds.DRAW
+    for rule in RULES:
+        if rule.changes(sampling):
+            needs |= NEEDS[rule.part]
+    if sampling.logit_bias:
+        needs |= RowNeeds.BIAS
+    if request.stop.min_tokens > 0 and request.stop.token_ids:
+        needs |= RowNeeds.MIN_TOKENS
+    if request.constraint is not ANYTHING:
+        needs |= RowNeeds.CONSTRAIN
+    return needs
 
 
 @dataclass(eq=False, slots=True)

@@ -27,16 +27,37 @@ import numpy as np
 import torch
 
 from rollout.config import EngineSettings, Settings
+from rollout.engine.device.rank_orders import NoRankOrders
 from rollout.engine.device.releasable import ReleasableMemory
-from rollout.engine.device.streams import Device
+from rollout.engine.device.streams import Device, Streams
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import RowState
-from rollout.engine.step.step_streams import NO_ORDERS, Orders, Streams
-from rollout.engine.upload import Header, StepInput, UploadStaging
+from rollout.engine.upload import Header, RowNeeds, StepInput, StepOutput, Upload, UploadStaging
 from rollout.models.batch import AttentionBatch, BatchFields, KVCache
 from rollout.models.language_model import LanguageModel
+
+
+class Orders(NoRankOrders):
+    """Tells the other ranks, in order, what this rank enqueues on its compute stream.
+
+    This base class is for a worker of one rank: no rank takes its orders.
+    """
+
+    def step(self, upload: Upload) -> None:
+        """The next step."""
+
+    def draw(self, masks: StepMasks) -> None:
+        """The draw of the last step, whose masks are written."""
+
+    def swap(self, version: int) -> None:
+        """The copy of the update that all ranks have prepared; `version` is the version of later steps."""
+
+    def confirm(self, output: StepOutput) -> None:
+        """Raise if another rank knows that these outputs may be wrong."""
+
+
+NO_ORDERS = Orders()
 
 
 class OrderSizes(NamedTuple):

@@ -24,11 +24,10 @@ from rollout_kernels.parallel import ONE_RANK
 from rollout_kernels.step import begin_step
 
 from rollout.engine.schedule.step_feature import of_kind
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import DeviceFeature, LogitsFeature, OutputFeature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.upload import Header, StepInput, UploadStaging, put_decode
+from rollout.engine.upload import Header, RowNeeds, StepInput, UploadStaging, put_decode
 from rollout.models.batch import AttentionBatch, BatchFields, KVCache, PromptChunk
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, obstacle, supports

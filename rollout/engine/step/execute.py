@@ -20,17 +20,15 @@ from typing import NamedTuple
 import torch
 from rollout_kernels.parallel import TensorGroup
 
-from rollout.engine.device.streams import Device, Event
+from rollout.engine.device.streams import Device, Event, Streams
 from rollout.engine.kv.tiers.disk_pages import NO_DISK, DiskPages
 from rollout.engine.kv.tiers.page_mover import CopyQueue, PageMover
 from rollout.engine.schedule.step_feature import of_kind
-from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
-from rollout.engine.step.device_feature import NO_REPLAYS, AheadFeature
+from rollout.engine.step.device_feature import NO_ORDERS, NO_REPLAYS, AheadFeature, Orders
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import NO_GRAPHS, DecodeGraphs
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.step_streams import NO_ORDERS, Orders, Streams
-from rollout.engine.upload import Header, StepInput, StepOutput, Upload
+from rollout.engine.upload import PLAIN, Header, RowNeeds, StepInput, StepOutput, Upload
 
 # Flags of an enum are slow to test.
 _CONSTRAIN = RowNeeds.CONSTRAIN.value

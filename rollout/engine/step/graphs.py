@@ -32,12 +32,11 @@ import torch
 
 from rollout.engine.device.streams import DeviceStream
 from rollout.engine.schedule.step_feature import of_kind
-from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_feature import AheadFeature, OutputFeature
 from rollout.engine.step.device_step import DeviceStep, Outputs
 from rollout.engine.step.pack import CapturedSizes
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import StepInput, Upload, put_behind
+from rollout.engine.upload import PLAIN, RowNeeds, StepInput, Upload, put_behind
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import FusedDecoder, supports, takes
 from rollout.models.language_model import LanguageModel

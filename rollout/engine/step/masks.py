@@ -38,8 +38,8 @@ from rollout.constraints.matcher import WORD_BITS, Matcher, mask_of, mask_words
 from rollout.engine.device.streams import Device
 from rollout.engine.messages.to_service import Finish
 from rollout.engine.schedule.plan import Plan, TokensAhead
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.upload import RowNeeds
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 
 _CONSTRAIN = RowNeeds.CONSTRAIN.value  # flags of an enum are slow to test

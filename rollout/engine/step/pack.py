@@ -18,13 +18,14 @@ from rollout_kernels import PROMPT_BIT
 from rollout.engine.messages.requests import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.device_feature import DeviceFeature
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.shared_pages import SharedPages
 from rollout.engine.upload import (
     ALIGNMENT_WORDS,
+    PLAIN,
+    RowNeeds,
     Upload,
     UploadStaging,
     put_behind,
@@ -60,7 +61,7 @@ class Packer:
 
     `captured` are the sizes of its captured decode steps. `shared` says what rows share, if attention reads shared
     pages once. `states`: the model has linear attention, whose states go through the tokens ahead of a row. `features`
-    put their sections last.
+    put their sections last; the list changes with the requests.
     """
 
     def __init__(

@@ -16,12 +16,11 @@ import torch
 from rollout_kernels.attention.gathered import MOST_CHUNKS, MOST_GATHERED
 from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
-from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.compile_ahead import compile_kernels_of
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.graphs import DecodeGraphs, make_graphs
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Upload, put_prefill
+from rollout.engine.upload import PLAIN, RowNeeds, Upload, put_prefill
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder
 

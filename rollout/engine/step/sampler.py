@@ -10,7 +10,6 @@ import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 from rollout_kernels.sampling import VocabShard, sample_shard
 
-from rollout.engine.sequence.row_needs import NEEDS, RowNeeds
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import (
     FIRST_FLOAT_RULE,
@@ -26,6 +25,7 @@ from rollout.engine.step.row_state import (
     TEMPERATURE,
     RowState,
 )
+from rollout.engine.upload import NEEDS, RowNeeds
 
 _COLUMNS = {
     "LAST": LAST,

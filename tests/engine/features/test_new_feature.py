@@ -159,6 +159,42 @@ def test_its_totals_go_on_after_a_fault(model: Any, prompt_of: Any) -> None:
     assert after.total == before.total + 5
 
 
+class Asked(Margins):
+    """Is called only for requests that ask for it, by a field that this worker has no other feature for."""
+
+    name = "routing"
+    in_every_step = False
+
+    def admitted(self, seq: Sequence) -> None:
+        """Called for all sequences, as for other variants of the weights."""
+
+    def left(self, seq: Sequence) -> None:
+        self.stages[f"{seq.group.key[1]} left"] += 1
+
+
+class AskedTaker(MarginTaker):
+    """Its part on the device."""
+
+    name = "routing"
+
+    def host_part(self, engine: HostParts, before: StepFeature | None) -> Asked:
+        return Asked()
+
+
+def test_a_feature_that_requests_ask_for_is_called_for_these_only(model: Any, prompt_of: Any) -> None:
+    bench = Bench(model, features=[*FEATURES, AskedTaker.make])
+    asked = find_feature(bench.engine.roster.features, Asked)
+    bench.complete("alone", prompt_of(10), 5)
+    assert not asked.entered and not asked.stages
+    bench.submit("beside", prompt_of(10), 30)
+    bench.submit("asks", prompt_of(12), 6, routing_from=0)
+    bench.run()
+    assert asked.entered == ["asks"]
+    steps = {stage: asked.stages.pop(stage) for stage in ("launched", "commit")}
+    assert all(6 <= count < 20 for count in steps.values()), steps
+    assert asked.stages == {"asks left": 1}
+
+
 class Claimant(MarginTaker):
     """Gives a field of a batch that a feature of the engine gives."""
 

@@ -10,7 +10,7 @@ import pytest
 from rollout.constraints.marker import AfterMarker, IdMarker, TextMarker, TokenTexts
 from rollout.engine.messages.requests import Prior
 from rollout.engine.messages.to_engine import Cancel
-from rollout.engine.sequence.row_needs import RowNeeds
+from rollout.engine.upload import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, Cycle, X, Y
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import VOCAB, Bench, load

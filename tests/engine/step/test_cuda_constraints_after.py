@@ -7,7 +7,7 @@ from rollout.constraints.marker import AfterMarker, IdMarker
 from rollout.constraints.matcher import ANYTHING
 from rollout.constraints.thoughts import BudgetedConstraint, ThoughtRule
 from rollout.engine.device.streams import make_device
-from rollout.engine.sequence.row_needs import RowNeeds
+from rollout.engine.upload import RowNeeds
 from tests.support.engine.constraints import SIZE, AlwaysMasked, AlwaysMaskedBudget, Cycle, X, Y
 from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from tests.support.engine.drafting import drafting

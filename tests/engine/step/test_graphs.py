@@ -18,7 +18,6 @@ from rollout.config import EngineSettings
 from rollout.engine import build_steps
 from rollout.engine.device.streams import DeviceStream
 from rollout.engine.messages.to_engine import PutAdapter
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.graphs import (
     NO_GRAPHS,
@@ -29,6 +28,7 @@ from rollout.engine.step.graphs import (
     forward_sizes,
     graph_sizes,
 )
+from rollout.engine.upload import RowNeeds
 from rollout.models.decoder import Decoder
 from rollout.models.layers import SparseFeedForward
 from rollout.models.spec import DenseSpec, MoESpec, RouterSpec

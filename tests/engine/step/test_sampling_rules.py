@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rollout_kernels import SamplingRows, sample
 
 from rollout.engine.messages.requests import Request, SamplingParams
-from rollout.engine.sequence.row_needs import RowNeeds, needs_of
+from rollout.engine.sequence.sequence import needs_of
+from rollout.engine.upload import RowNeeds
 from rollout.service.requests.schema import parse_request
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.wire.errors import RolloutError

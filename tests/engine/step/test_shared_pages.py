@@ -7,8 +7,8 @@ import pytest
 
 from rollout.config import EngineConstants
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.shared_pages import SharedPages, same_pages
+from rollout.engine.upload import RowNeeds
 from tests.support.engine.drafting import drafting
 from tests.support.engine.harness import Bench
 

@@ -7,7 +7,7 @@ from rollout.engine.features.drafts.drafter import NO_HOST_DRAFTER, DraftAfter
 from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.sequence.row_needs import PLAIN
+from rollout.engine.upload import PLAIN
 
 
 class Noted(StepCosts):

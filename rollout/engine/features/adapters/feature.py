@@ -17,9 +17,8 @@ from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.preemption import restart_prompts
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.step_feature import RefusalError, VariantFeature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import PLAIN_WEIGHTS, Group, Sequence
-from rollout.engine.upload import UploadStaging
+from rollout.engine.upload import RowNeeds, UploadStaging
 
 
 class AdaptersFeature(CommandFeature, VariantFeature):

@@ -13,10 +13,9 @@ from rollout.engine.features.adapters.feature import AdaptersFeature
 from rollout.engine.features.adapters.known_adapters import AdapterRegistry
 from rollout.engine.messages.to_engine import AdapterCommand
 from rollout.engine.schedule.step_feature import StepFeature, find_feature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import RowState
-from rollout.engine.upload import StepInput
+from rollout.engine.upload import RowNeeds, StepInput
 from rollout.models.batch import BatchFields
 from rollout.models.language_model import LanguageModel, native
 from rollout.models.lora_slots import AdapterSlots, StepAdapters

@@ -15,11 +15,10 @@ import torch
 
 from rollout.engine.features.drafts.drafter import NAME, DraftAfter
 from rollout.engine.features.drafts.step_costs import StepCosts
-from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import LAST, RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import StepInput, put_behind
+from rollout.engine.upload import PLAIN, StepInput, put_behind
 
 #: Runs of each size; the first ones warm up, and the fastest of the others counts.
 _WARM, _TIMED = 1, 3

@@ -31,9 +31,8 @@ from rollout.engine.features.drafts.row_drafts import Drafts
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import AheadPlanner
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.sequence.sequence import Sequence
-from rollout.engine.upload import StepOutput, UploadStaging
+from rollout.engine.upload import RowNeeds, StepOutput, UploadStaging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,10 @@ from dataclasses import replace
 import torch
 
 from rollout.engine.features.drafts.drafter import DeviceDrafter, DraftAfter
-from rollout.engine.sequence.row_needs import PLAIN, RowNeeds
 from rollout.engine.step.device_feature import NO_REPLAYS, Replays
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
-from rollout.engine.upload import StepInput
+from rollout.engine.upload import PLAIN, RowNeeds, StepInput
 from rollout.models.batch import AttentionBatch, HiddenTaps, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.draft_head import DraftHead

@@ -35,12 +35,11 @@ from rollout.engine.features.drafts.planner import DraftPlanner
 from rollout.engine.features.drafts.step_costs import StepCosts
 from rollout.engine.features.drafts.suffix_drafter import SuffixDrafter
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import AheadFeature, Drawn, HostParts, Replays, Site
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.slot import Slot
-from rollout.engine.upload import Header, StepInput, UploadStaging
+from rollout.engine.upload import Header, RowNeeds, StepInput, UploadStaging
 from rollout.models.batch import AttentionBatch, BatchFields, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, native

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.upload import StepInput
+from rollout.engine.upload import RowNeeds, StepInput
 
 _NO_TOKEN = -1
 

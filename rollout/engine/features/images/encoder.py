@@ -21,10 +21,9 @@ from rollout.engine.features.images.encodings import BLOCK, Encode, Encodings, e
 from rollout.engine.features.images.feature import TOKEN_WORDS, ImagesFeature
 from rollout.engine.messages.prompts import Pixels
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import DeviceFeature, HostParts, Site
 from rollout.engine.step.row_state import ROPE_DELTA, RowState
-from rollout.engine.upload import StepInput, UploadStaging
+from rollout.engine.upload import RowNeeds, StepInput, UploadStaging
 from rollout.models.batch import BatchFields, StepImages
 from rollout.models.decoder import Decoder
 from rollout.models.vision import VisionTower, to_device

@@ -22,6 +22,7 @@ class RoutingFeature(RequestFeature, PageMirror):
     """The experts of the tokens of one engine."""
 
     name = "routing"
+    in_every_step = True  # a later request may reuse the KV, and ask for its experts
 
     def __init__(self, entries: ExpertPages) -> None:
         self.entries = entries

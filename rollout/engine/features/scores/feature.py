@@ -22,9 +22,8 @@ from rollout.engine.messages.requests import NO_CHOSEN, Request
 from rollout.engine.messages.to_service import DeltaFields, DoneFields
 from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.step_feature import RequestFeature
-from rollout.engine.sequence.row_needs import RowNeeds
-from rollout.engine.sequence.sequence import Group, Sequence
-from rollout.engine.upload import Header, StepOutput, UploadStaging
+from rollout.engine.sequence.sequence import Group, Sequence, SequenceState
+from rollout.engine.upload import Header, RowNeeds, StepOutput, UploadStaging
 from trainer_bridge.wire.prompt_tops import PromptTops
 from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 
@@ -169,6 +168,12 @@ class ScoresFeature(RequestFeature):
             wide=wide.put(staging, "wide", self.multiple, wide_tops),
             spans=tuple(spans),
         )
+
+    def launched(self, plan: Plan) -> None:
+        """A prompt that is launched as a whole is fresh: from now on its group may reuse it."""
+        for span in plan.spans if plan.kind == "prefill" else ():
+            if span.seq.state is SequenceState.DECODE:
+                span.seq.group.fresh_from = None
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Give a step's scores to completions and groups."""

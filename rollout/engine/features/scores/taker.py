@@ -30,9 +30,8 @@ from rollout.engine.features.scores.feature import (
     put_tops,
 )
 from rollout.engine.schedule.step_feature import StepFeature
-from rollout.engine.sequence.row_needs import RowNeeds
 from rollout.engine.step.device_feature import HostParts, LogitsFeature, Site
-from rollout.engine.upload import Header, StepInput, UploadStaging
+from rollout.engine.upload import Header, RowNeeds, StepInput, UploadStaging
 from rollout.models.decoder import Decoder
 from trainer_bridge.wire.request_fields import MAX_PROMPT_TOKENS_SCORED, MAX_TOP_LOGPROBS
 

@@ -12,9 +12,9 @@ from rollout.engine.features.drafts.drafter import DraftAfter
 from rollout.engine.features.drafts.feature import DraftPlan
 from rollout.engine.features.drafts.model_drafter import DRAFT, READ
 from rollout.engine.inspect import Inspector
-from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, NOISE, PROMPT, SEED, TEMPERATURE
 from rollout.engine.step.sampler import Sampler
+from rollout.engine.upload import PLAIN
 from tests.engine.features.drafts.test_speculation import (
     assert_same,
     recorded,

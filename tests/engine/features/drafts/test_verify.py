@@ -9,9 +9,8 @@ from rollout_kernels.step.triton_verify import accept_drafts, set_up_drafts
 
 from rollout.engine.features.drafts import verify
 from rollout.engine.features.drafts.row_drafts import IN_ROW_STATE
-from rollout.engine.sequence.row_needs import PLAIN
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
-from rollout.engine.upload import StepInput, UploadStaging, put_decode
+from rollout.engine.upload import PLAIN, StepInput, UploadStaging, put_decode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, DRAFT_ROWS, PAGES, VOCAB, MADE = 12, 60, 1100, 50, 6

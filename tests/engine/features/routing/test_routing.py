@@ -245,7 +245,7 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family, features)
     prompts = find_feature(roster.features, ScoresFeature).prompts
     known, prompts[seq.group] = prompts[seq.group], Full()
     with pytest.raises(MemoryError):
-        make_delta(seq, roster.of_requests)
+        make_delta(seq, roster.asked_by(seq.group))
     prompts[seq.group] = known
     bench.emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
