@@ -235,10 +235,15 @@ class ResumingCore(ClientCore):
         if now >= call.ends_at:
             self._end_waiting(call, "deadline")
             return
-        late = next((part for part in call.waiting if self._time_left(part, now) <= 0), None)
-        if late is not None:
-            message = f"no worker went on with completion {late.index} for {self._policy.timeout_s:g} s"
-            self._fail(call, ResumeFailed(message), late.error)
+        for part in call.waiting:
+            if part.faults > self._policy.max_faults:
+                why = f"completion {part.index} lost {part.faults} workers in a row without a new token"
+            elif self._time_left(part, now) <= 0:
+                why = f"no worker went on with completion {part.index} for {self._policy.timeout_s:g} s"
+            else:
+                continue
+            last = "" if part.error is None else f"; the last error: {part.error}"
+            self._fail(call, ResumeFailed(why + last), part.error)
             return
         self._end_full(call)
         if call.done or not self.reachable(call.plan):
@@ -375,8 +380,6 @@ class ResumingCore(ClientCore):
 
     def _suspend(self, call: ResumedCall, part: ResumedCompletion, error: RolloutError, avoid: str | None) -> None:
         """Have a completion wait for another worker."""
-        if call.done:
-            return
         now = time.monotonic()
         part.suspend(error, now)
         part.avoid = avoid
@@ -385,9 +388,6 @@ class ResumingCore(ClientCore):
         part.due = now + (pause_s if error.retry_after_s is None else error.retry_after_s)
         if not isinstance(error, (Unavailable, Overloaded)):
             part.faults += 1
-        if part.faults > self._policy.max_faults and not call.cancelled:
-            message = f"completion {part.index} lost {part.faults} workers in a row without a new token"
-            self._fail(call, ResumeFailed(message), error)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import pytest
 from rollout.engine.sequence.sequence import row_seed
 from tests.support.bridge.client_script import Connect, Serve, SetClock
 from tests.support.bridge.model_script import Model, check, columns, letters, refuse, silent, vanish
-from tests.support.bridge.scripted_worker import ScriptedWorker
+from tests.support.bridge.scripted_worker import ScriptedWorker, counting
 from trainer_bridge.client import resume
 from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire import errors
@@ -256,6 +256,29 @@ def test_workers_that_fail_in_a_row_are_enough_at_some_point(connect: Connect, s
         client.generate([1], max_tokens=8, seed=SEED)
     check(caught.value.partials[0], SEEDS[0], 4, [(3, 4)])
     assert isinstance(caught.value.__cause__, errors.InternalError) and len(generates(second)) == 3
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_group_that_every_worker_fails_at_ends_with_the_workers_words(
+    connect: Connect, serve: Serve, streamed: bool
+) -> None:
+    def fail(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        if header["op"] != "generate":
+            counting(worker, peer, header)
+            return
+        known = header.get("continue_from")
+        seeds = SEEDS[:2] if known is None else [known["seed"]]
+        nothing = {"finish_reason": "error", "error": "its logits are not finite"}
+        ended = [{**columns(seed, 0, 0, 3), **nothing, "index": index} for index, seed in enumerate(seeds)]
+        for each in ended if streamed else ():
+            worker.reply(peer, header, {"op": "chunk", **each, "offset": 0})
+        counts = {"prompt_tokens": 1, "cached_tokens": 0, "preemptions": 0, "timing": {}}
+        worker.reply(peer, header, {"op": "result", "completions": ended, **counts})
+
+    client = connect(serve(fail).endpoint, resume=True, resume_max_faults=2)
+    with pytest.raises(errors.ResumeFailed, match="3 workers in a row.*logits are not finite") as caught:
+        client.generate([1], n=2, max_tokens=8, seed=SEED)
+    assert len(caught.value.partials) == 2 and isinstance(caught.value.__cause__, errors.InternalError)
 
 
 def test_workers_that_fail_after_new_tokens_are_not_counted(connect: Connect, serve: Serve) -> None:
