@@ -25,7 +25,10 @@ def main() -> None:
     add_start_flags(parser)
     arguments = parser.parse_args()
     tell = partial(print, flush=True)
-    run(read_recipe(arguments), arguments.out, tell, arguments.resume, read_start(arguments))
+    try:
+        run(read_recipe(arguments), arguments.out, tell, arguments.resume, read_start(arguments))
+    except KeyboardInterrupt:
+        raise SystemExit(f"ended by Ctrl-C; {arguments.out} has its steps, and --resume needs --save-every") from None
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ class Trainer:
                 entropy.append(entropies.detach())
                 age.append(self.version - rows.versions_NS[rows.drawn_NS])
                 clipped += int(((old - drawn_worker).exp() > self.recipe.importance_cap).sum())
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_norm)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_norm, error_if_nonfinite=True)
             if i == 0:
                 ready()
             self.optimizer.step()

@@ -8,6 +8,16 @@ import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from scripts.learn.tasks import TASKS
+
+#: The least values of numbers.
+_LEAST = {"steps": 1, "prompts": 1, "group_size": 2, "rounds": 1, "minibatches": 1, "staleness": 1, "eval_problems": 1}
+_LEAST |= dict.fromkeys(("save_every", "eval_every", "check_every", "max_seconds", "max_tokens", "micro_tokens"), 0)
+_LEAST |= dict.fromkeys(("entropy", "entropy_target", "entropy_step", "kl", "importance_cap", "warmup", "max_rows"), 0)
+_LEAST |= dict.fromkeys(("lr", "weight_decay", "clip_low", "clip_high"), 0)
+#: Numbers that must be more than 0.
+_POSITIVE = ("temperature", "max_norm", "kv_gib")
+
 
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -15,10 +25,13 @@ def _setting(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run of GRPO. Times in seconds; a step is one batch and one update of the weights."""
+    """One run of GRPO. Times in seconds; a step is one batch and one update of the weights.
+
+    Raises ValueError with the flag's name for a number that makes no sense.
+    """
 
     model: str = _setting("", "folder or hub id of the model; without it the task `counting` makes a tiny one")
-    task: str = _setting("chain_sum", "what is learned: chain_sum, countdown, calculator, copying or counting")
+    task: str = _setting("chain_sum", f"what is learned: {', '.join(TASKS)}; your own: see scripts/learn/tasks.py")
     mode: Literal["sync", "async"] = _setting("async", "sync: trainer and worker take turns; async: they overlap")
     staleness: int = _setting(1, "async: batches that are requested ahead; no token is older, in versions")
     steps: int = _setting(200, "updates of the weights")
@@ -64,34 +77,46 @@ class Recipe:
     eval_problems: int = _setting(96, "held-out problems, drawn greedily")
     check_every: int = _setting(10, "steps between two comparisons of log-probs under equal weights; 0: none")
 
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"--task {self.task} is none of {', '.join(TASKS)}")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:  # NaN is not
+                raise ValueError(f"{_flag(name)} must be at least {least}")
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{_flag(name)} must be more than 0")
+        if self.minibatches > self.prompts * self.group_size:
+            raise ValueError("--minibatches must be at most the completions of a step")
+
     @property
     def ahead(self) -> int:
         """Batches that are requested before the step that trains on the first of them."""
         return 0 if self.mode == "sync" else self.staleness
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each field of `Recipe`."""
     kinds = typing.get_type_hints(Recipe)
     for one in fields(Recipe):
-        kind, flag = kinds[one.name], "--" + one.name.replace("_", "-")
+        kind = kinds[one.name]
         how: dict[str, Any] = {"type": kind}
         if typing.get_origin(kind) is Literal:
             how = {"choices": typing.get_args(kind)}
         shown = "" if one.default == "" else " (%(default)s)"
-        parser.add_argument(flag, default=one.default, help=one.metadata["help"] + shown, **how)
+        parser.add_argument(_flag(one.name), default=one.default, help=one.metadata["help"] + shown, **how)
 
 
 def read_recipe(arguments: argparse.Namespace) -> Recipe:
     """The recipe of parsed flags. Raises SystemExit with the flag's name for values that make no sense."""
-    recipe = Recipe(**{one.name: getattr(arguments, one.name) for one in fields(Recipe)})
-    least = {"steps": 1, "prompts": 1, "group_size": 2, "rounds": 1, "minibatches": 1, "staleness": 1}
-    least |= dict.fromkeys(("save_every", "entropy", "entropy_target", "entropy_step", "kl", "importance_cap"), 0)
-    for name, number in least.items():
-        if getattr(recipe, name) < number:
-            raise SystemExit(f"--{name.replace('_', '-')} must be at least {number}")
-    if recipe.minibatches > recipe.prompts * recipe.group_size:
-        raise SystemExit("--minibatches must be at most the completions of a step")
+    try:
+        recipe = Recipe(**{one.name: getattr(arguments, one.name) for one in fields(Recipe)})
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if not recipe.model and recipe.task != "counting":
         raise SystemExit("--model is missing: name a folder, such as the one that scripts.fetch_smollm2 makes")
     return recipe

@@ -101,12 +101,12 @@ def training_draw(recipe: Recipe, task: Task, step: int) -> Draw:
     """Of the batch of a step (from 1 on). Its weights are at most `ahead` versions older than the trainer's."""
     seed = (recipe.seed * 100_000 + step) * recipe.rounds * recipe.prompts * recipe.group_size
     oldest = max(0, step - 1 - recipe.ahead)
-    return Draw(recipe.group_size, seed, oldest, recipe.temperature, recipe.max_tokens or task.max_tokens)
+    return Draw(recipe.group_size, seed, oldest, recipe.temperature, task.max_tokens)
 
 
-def held_out_draw(recipe: Recipe, task: Task, version: int) -> Draw:
+def held_out_draw(task: Task, version: int) -> Draw:
     """Greedy, by weights that are not older than `version`; before the other requests."""
-    return Draw(1, 0, version, 0.0, recipe.max_tokens or task.max_tokens, priority=1)
+    return Draw(1, 0, version, 0.0, task.max_tokens, priority=1)
 
 
 async def _complete(

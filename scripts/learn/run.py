@@ -44,7 +44,7 @@ def run(
     """Train; returns the summary, which is in `out / run.json`, too.
 
     With `resume` it goes on from the newest checkpoint in `out`. Raises SystemExit if it is missing, belongs to another
-    task, seed or level, or exists without `resume`.
+    task, seed or level, or exists without `resume`; RuntimeError before a gradient that is not finite changes weights.
     """
     out.mkdir(parents=True, exist_ok=True)
     start = start or Start()
@@ -52,7 +52,8 @@ def run(
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = recipe.model or str(toy.make_model(out / "model", recipe.seed))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    task = TASKS[recipe.task](tokenizer)
+    task = make_task(recipe, tokenizer)
+    curriculum = Curriculum(task, recipe.seed, recipe.level)
     version = 0 if resumed is None else read_progress(resumed).step
     with ExitStack() as stack:
         with start.turn():
@@ -65,7 +66,7 @@ def run(
         times["trains"] = time.time()
         with WeightPublisher(worker.endpoints, keep=True) as publisher:
             with BackgroundClient(worker.endpoints, resume=True) as client:
-                loop = Loop(recipe, task, tokenizer, trainer, client, publisher, out, times)
+                loop = Loop(recipe, curriculum, tokenizer, trainer, client, publisher, out, times)
                 if resumed is not None:
                     loop.restore(read_progress(resumed))
                 loop.run(tell)
@@ -73,6 +74,14 @@ def run(
         summary = loop.finish()
     tell(f"{out / 'run.json'}: {summary['steps_done']} steps in {summary['seconds']:.0f} s")
     return summary
+
+
+def make_task(recipe: Recipe, tokenizer: Any) -> Task:
+    """The recipe's task, with the recipe's most tokens of an answer and room for them."""
+    task = TASKS[recipe.task](tokenizer)
+    most = recipe.max_tokens or task.max_tokens
+    room = task.max_context + task.max_turns * max(0, most - task.max_tokens)
+    return replace(task, max_tokens=most, max_context=room)
 
 
 def checkpoint_to_resume(recipe: Recipe, out: Path, resume: bool) -> Path | None:
@@ -129,7 +138,7 @@ class Loop:
     def __init__(
         self,
         recipe: Recipe,
-        task: Task,
+        curriculum: Curriculum,
         tokenizer: Any,
         trainer: Trainer,
         client: BackgroundClient,
@@ -137,10 +146,10 @@ class Loop:
         out: Path,
         times: Mapping[str, float],  # of the start, seconds since 1970
     ) -> None:
-        self.recipe, self.task, self.tokenizer, self.trainer = recipe, task, tokenizer, trainer
+        self.recipe, self.tokenizer, self.trainer = recipe, tokenizer, trainer
         self.decode = decoder(tokenizer)
         self.client, self.publisher, self.out, self.times = client, publisher, out, times
-        self.curriculum = Curriculum(task, recipe.seed, recipe.level)
+        self.curriculum, self.task = curriculum, curriculum.task
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self._evaluating: list[tuple[int, float, Future[list[Group]]]] = []
@@ -248,7 +257,7 @@ class Loop:
         """Request answers to the held-out problems; they come while training goes on."""
         if self.recipe.eval_every:
             problems = self.curriculum.held_out(self.recipe.eval_problems)
-            how = held_out_draw(self.recipe, self.task, self.trainer.version)
+            how = held_out_draw(self.task, self.trainer.version)
             future = self.client.run(lambda client: answer_all(client, self.task, self.decode, problems, how))
             self._evaluating.append((self.trainer.version, time.perf_counter() - self._began_s, future))
 

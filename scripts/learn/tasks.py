@@ -8,13 +8,15 @@ A `Task` is plain functions, so your own is a few lines:
     def reward(problem, answer):
         return Verdict(float(right), right)
 
-    Task("mine", problem, reward, levels=1, max_tokens=64)
+    TASKS["mine"] = lambda tokenizer: Task("mine", problem, reward, levels=1, max_tokens=64)
+    run(Recipe(model=FOLDER, task="mine"), Path("runs/mine"))      # from scripts.learn.recipe and scripts.learn.run
 
 Problems and verifiers of chain_sum, countdown and calculator are those of the package reasoning-gym.
 """
 
 import importlib
 import importlib.util
+import math
 import re
 import sys
 import types
@@ -46,10 +48,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reward that is trained on, and whether the answer is right."""
+    """The reward that is trained on, and whether the answer is right. Raises ValueError for a reward that is NaN."""
 
     reward: float
     right: bool
+
+    def __post_init__(self) -> None:
+        if self.reward is None or not math.isfinite(self.reward):
+            raise ValueError(f"a reward is {self.reward}; a verifier must give a finite number")
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if not -1 <= self.only < self.task.levels:
-            raise ValueError(f"level is {self.only}; {self.task.name} has the levels 0 to {self.task.levels - 1}")
+            raise ValueError(f"--level is {self.only}; {self.task.name} has the levels 0 to {self.task.levels - 1}")
         self.shares = self.shares or [0.5] * self.task.levels
         self._used = {tuple(problem.prompt_ids) for problem in self.held_out(_HELD_OUT // 20)}
 

@@ -30,8 +30,8 @@ from scripts.bench.output import circumstances, write_summary
 from scripts.learn import toy
 from scripts.learn.grpo import micro_tokens
 from scripts.learn.recipe import Recipe, add_flags, read_recipe
-from scripts.learn.run import rounded, thinned, worker_flags
-from scripts.learn.tasks import TASKS, Answer, Curriculum, Verdict
+from scripts.learn.run import make_task, rounded, thinned, worker_flags
+from scripts.learn.tasks import Answer, Curriculum, Verdict
 from scripts.learn.together import Start, add_start_flags, read_start
 from trainer_bridge import start_worker
 from trainer_bridge.integrations.trl_generation import use_workers
@@ -80,7 +80,7 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print, start: 
         raise SystemExit("TRL is compared on one level: name a --level, and --mode sync")
     model = recipe.model or str(toy.make_model(out / "model", recipe.seed))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    task = TASKS[recipe.task](tokenizer)
+    task = make_task(recipe, tokenizer)
     if task.reply is not None:
         raise SystemExit(f"TRL is compared on tasks of one turn, and {recipe.task} has several: name another --task")
     record, curriculum = Record(tell), Curriculum(task, recipe.seed, recipe.level)
@@ -110,7 +110,7 @@ def train(recipe: Recipe, generation: str, out: Path, tell: Any = print, start: 
     trainer = GRPOTrainer(
         model,
         reward,
-        grpo_config(recipe, out, recipe.max_tokens or task.max_tokens, on_gpu, **vllm),
+        grpo_config(recipe, out, task.max_tokens, on_gpu, **vllm),
         Dataset.from_dict({"prompt": texts, "number": list(range(len(texts)))}),
         processing_class=tokenizer,
         callbacks=[record],

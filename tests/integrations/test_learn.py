@@ -22,7 +22,8 @@ from scripts.learn.curves import draw_runs
 from scripts.learn.grpo import EntropyWeight, Trainer, advantages, divergence, micro_batches, token_loss
 from scripts.learn.recipe import Recipe
 from scripts.learn.rollouts import Draw, Group, Sample, answer_all, answer_batch
-from scripts.learn.run import thinned, worker_flags
+from scripts.learn.run import make_task, thinned, worker_flags
+from scripts.learn.run import run as learn
 from scripts.learn.tasks import Answer, Curriculum, Problem, Task, Verdict, calculate, counting, last_number
 from scripts.learn.toy import make_model
 from tests.support.integrations.integration_worker import start, worker_environment
@@ -153,6 +154,50 @@ def test_several_runs_are_compared_in_one_file_and_drawn(tmp_path: Path) -> None
     )
     text = draw_runs("runs", rows)
     assert text.count("<polyline") == 2 * 6 and text.count("<polygon") == 2 * 6  # two series, six plots
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"task": "nope"}, "chain_sum"),
+        ({"group_size": 1}, "--group-size"),
+        ({"temperature": 0.0}, "--temperature"),
+        ({"lr": math.nan}, "--lr"),
+        ({"eval_every": -1}, "--eval-every"),
+        ({"prompts": 2, "group_size": 2, "minibatches": 5}, "--minibatches"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused_by_the_flags_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Recipe(**given)
+
+
+def test_a_level_that_the_task_lacks_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--level is 7"):
+        learn(Recipe(task="counting", level=7), tmp_path)
+    assert not (tmp_path / "worker.log").exists()
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf])
+def test_a_reward_that_is_no_finite_number_is_refused(reward: Any) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        Verdict(reward, False)
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(tmp_path: Path) -> None:
+    trainer = Trainer(Recipe(check_every=0), str(make_model(tmp_path / "model", 0)), "cpu")
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    groups = [Group(Problem(0, [5, 6, 7]), [sample([-math.inf] * 2, [0, 0], each) for each in (0.0, 1.0)], 0, 0, 0)]
+    groups[0].samples[0].logprobs[:] = math.nan
+    with pytest.raises(RuntimeError, match="non-finite"):
+        trainer.train(groups, lambda: None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
+
+
+def test_longer_answers_than_the_tasks_get_a_longer_context() -> None:
+    own, task = counting(), make_task(Recipe(task="counting", max_tokens=500), None)
+    assert task.max_tokens == 500 and task.max_context - own.max_context == 500 - own.max_tokens
+    assert make_task(Recipe(task="counting"), None).max_context == own.max_context
 
 
 def test_a_run_that_fails_is_reported_and_the_others_are_kept(tmp_path: Path) -> None:
