@@ -4,8 +4,8 @@
     PYTHONPATH=.:kernels python -m scripts.check.kernel_ir compare OLD NEW
 
 `write` takes the launches of `compile_kernels`, and the compiler stops after its first stage, so it needs no GPU and
-half a second a kernel. `compare` ignores names of values and of kernels, and the order of arguments and constants. It
-prints the kernels that only one of the folders has, and ends with 1 if there are any.
+half a second a kernel. `compare` ignores lines of sources, names of values and of kernels, and the order of arguments
+and constants. It prints the kernels that only one of the folders has, and ends with 1 if there are any.
 """
 
 import argparse
@@ -13,11 +13,12 @@ import hashlib
 import json
 import re
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-_LOCATION = re.compile(r"^#loc.*$| loc\((?:#loc\d*|\"[^\"]*\"(?:\([^()]*\))?)\)", re.M)
+_LOCATION = re.compile(r"^#loc.*$| loc\((?:[^()\"]|\"[^\"]*\"|\((?:[^()\"]|\"[^\"]*\"|\([^()]*\))*\))*\)", re.M)
 _VALUE = re.compile(r"%[A-Za-z0-9_]+")
 _CONSTANT = re.compile(r"\s*(%\w+) = arith\.constant (.*)$")
 _ARGUMENT = re.compile(r"(%\w+): ((?:[^,{]|\{[^}]*\})+?)(?=, %|\) attr|\) \{|\)$)")
@@ -60,22 +61,24 @@ def write(folder: Path, only: list[str], families: list[str]) -> int:
             seen.add(kernel.hash)
             to = folder / kernel.name
             to.mkdir(parents=True, exist_ok=True)
-            text = f"{json.dumps(kernel.options)}\n{_LOCATION.sub('', kernel.ir)}"
+            text = f"{json.dumps(kernel.options)}\n{kernel.ir}"
             (to / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.ir").write_text(text)
 
     knobs.runtime.add_stages_inspection_hook = first_stage_only
     knobs.compilation.always_compile = True
     compiler.CompiledKernel = _FirstStage  # type: ignore[misc,assignment]
     compile_kernels.compile_instead(90, keep)
-    for name, run in compile_kernels.cases((1, 32, 128), families):
-        if any(part in name for part in only):
-            run()
+    with tempfile.TemporaryDirectory() as cache:
+        knobs.cache.dir = cache  # another process would take these kernels from Triton's cache and fail to load them
+        for name, run in compile_kernels.cases((1, 32, 128), families):
+            if any(part in name for part in only):
+                run()
     return len(seen)
 
 
 def canonical(ir: str) -> str:
     """The IR without what `compare` ignores."""
-    options, *lines = ir.splitlines()
+    options, *lines = _LOCATION.sub("", ir).splitlines()
     constants, body, arguments = {}, [], ""
     for line in lines:
         constant = _CONSTANT.match(line)

@@ -41,6 +41,21 @@ def test_names_unused_arguments_and_orders_of_constants_do_not_count():
 
 
 @pytest.mark.parametrize(
+    "place",
+    [
+        "#loc7",
+        '"a (1).py":3:4',
+        '"x"(#loc3)',
+        "callsite(#loc1 at #loc438)",
+        'callsite("a.py":1:2 at callsite(#loc1 at #loc2))',
+    ],
+)
+def test_lines_of_sources_do_not_count(place):
+    located = KERNEL.replace(" : f32\n", f" : f32 loc({place})\n").replace("%n: i32)", f"%n: i32 loc({place}))")
+    assert canonical(f"{located}#loc = loc({place})\n#loc7 = loc({place})\n") == canonical(KERNEL)
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ("addf", "mulf"),
@@ -65,9 +80,11 @@ def test_kernels_of_one_folder_alone_are_counted(tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_kernels_are_written_without_a_gpu_and_again_alike(tmp_path):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+def test_kernels_are_written_without_a_gpu_and_again_alike_and_not_into_tritons_cache(tmp_path):
+    cache = tmp_path / "cache"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "TRITON_CACHE_DIR": str(cache)}
     for folder in ("once", "again"):
         command = [sys.executable, "-m", "scripts.check.kernel_ir", "write", str(tmp_path / folder)]
         subprocess.run([*command, "--only", "moe, 1 rows: router"], cwd=ROOT, env=environment, check=True)
     assert list((tmp_path / "once").rglob("*.ir")) and compare(tmp_path / "once", tmp_path / "again") == 0
+    assert not list(cache.rglob("*.cubin"))
