@@ -148,6 +148,16 @@ def test_a_last_request_of_several_completions_ends_the_session_and_a_refused_on
     until(lambda: holding(direct) == before, "the end of the session")
 
 
+def test_a_session_that_is_idle_for_too_long_leaves_no_kv(worker: WorkerProcess, direct: RolloutClient) -> None:
+    before = holding(direct)
+    with gateway([worker.endpoint], session_s=1e-6) as brief:
+        for session in ("first", "last"):
+            post(brief, "/v1/completions", body_of("/v1/completions", LONG), headers={"X-Session-ID": session})
+        until(lambda: holding(direct) <= before + 1, "the end of the first session")
+        brief.post("/finish_session", params={"session_id": "last"})
+        until(lambda: holding(direct) == before, "the end of the last session")
+
+
 # --- cached tokens of histories that were edited ---
 
 

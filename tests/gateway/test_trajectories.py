@@ -206,8 +206,8 @@ def test_memory_is_bounded(worker: WorkerProcess) -> None:
 
 
 def test_values_are_kept_up_to_a_size_and_an_age() -> None:
-    now = [0.0]
-    values: ExpiringCache[str, int] = ExpiringCache(100, 10.0, lambda: now[0])
+    now, gone = [0.0], list[tuple[str, int]]()
+    values: ExpiringCache[str, int] = ExpiringCache(100, 10.0, lambda: now[0], lambda *value: gone.append(value))
     for name, size in (("a", 40), ("b", 40), ("a", 50)):
         values.put(name, size, size)
     assert values.get("a") == 50 and values.get("b") == 40
@@ -223,6 +223,7 @@ def test_values_are_kept_up_to_a_size_and_an_age() -> None:
     assert values.get("large") is None and values.get("small") == 1
     values.put("small", 1, 101)
     assert values.get("small") is None and len(values) == 0
+    assert gone == [("a", 50), ("b", 40), ("c", 1), ("small", 1)], "each once, but not a value with a successor"
 
 
 @pytest.mark.parametrize("value", [None, 5, [], [{"type": "text"}], [5], {"a": 1}, "\x00", "x" * 100_000])
