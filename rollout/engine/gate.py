@@ -69,7 +69,7 @@ class SleepState:
     requests: Literal["wait", "refuse"] = "wait"  # policy for requests that arrive during the sleep
     reached: bool = False  # asleep
     freed_bytes: int = 0  # device memory given back
-    since_s: float = 0.0  # asleep since, `time.perf_counter()`
+    since_s: float = 0.0  # asleep since, by the clock of the gate
 
     @property
     def ordered(self) -> bool:
@@ -87,12 +87,17 @@ class Gate:
         drain_s: seconds that a drain gives to running requests.
         takes_weights: whether a weight receiver is attached, so that a newer version can arrive at all.
         notify: lets the loop take its next tick at once, from any thread.
+        clock: the present, in seconds.
     """
 
     def __init__(
-        self, drain_s: float = 30.0, takes_weights: bool = False, notify: Callable[[], object] = _nobody
+        self,
+        drain_s: float = 30.0,
+        takes_weights: bool = False,
+        notify: Callable[[], object] = _nobody,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.takes_weights, self.notify = takes_weights, notify
+        self.takes_weights, self.notify, self._clock = takes_weights, notify, clock
         self.draining = False
         self.stopped = False
         self.paused = False
@@ -101,7 +106,7 @@ class Gate:
         self.stale = ""  # why the weights cannot be used, and what cures that; empty while they can
         self.dropped = False  # a sleep dropped the weights, and no whole update has arrived since
         self.failed = False  # stale because an update failed, not because a sleep was ordered
-        self.held_since_s: float | None = None  # held for an update since, `time.perf_counter()`
+        self.held_since_s: float | None = None  # held for an update since, by `clock`
         self.swapping = False
         self.recomputing = False  # KV that the last update dropped is computed again, or took too much of the time
         self.update_inside = False  # an update is being received, waits to be applied, or is being applied
@@ -174,7 +179,7 @@ class Gate:
         sleep = self.sleep
         if not sleep.ordered:
             return None
-        age_s = time.perf_counter() - sleep.since_s if sleep.reached else 0.0
+        age_s = self._clock() - sleep.since_s if sleep.reached else 0.0
         return SleepStatus(sleep.level, sleep.requests, sleep.freed_bytes, age_s)
 
     # --- the loop's changes -------------------------------------------------------------------------------------------
@@ -193,14 +198,14 @@ class Gate:
     def drain(self, token: int | None) -> None:
         """Admit nothing more; stop when no request is left. `token` is confirmed then."""
         self.draining, self.paused = True, False  # a paused request could never finish
-        self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
+        self._drain_until_s = min(self._drain_until_s, self._clock() + self._drain_s)
         if token is not None:
             self._end_tokens.append(token)
 
     @property
     def drain_overdue(self) -> bool:
         """True when a drain has taken longer than `drain_s`: end the remaining requests."""
-        return self.draining and time.perf_counter() >= self._drain_until_s
+        return self.draining and self._clock() >= self._drain_until_s
 
     def take_answers(self, in_flight: int, unfinished: int) -> list[Done]:
         """The answers that are now due, given the steps in flight and the unfinished requests; stop if drained."""
@@ -224,7 +229,7 @@ class Gate:
     def slept(self, freed_bytes: int) -> None:
         """Note that the memory is released."""
         assert self.sleep.ordered and not (self.swapping or self.update_inside)
-        self.sleep = replace(self.sleep, reached=True, freed_bytes=freed_bytes, since_s=time.perf_counter())
+        self.sleep = replace(self.sleep, reached=True, freed_bytes=freed_bytes, since_s=self._clock())
 
     def wake_up(self) -> None:
         """Note that the memory is allocated again, or that a sleep was refused."""
@@ -237,7 +242,7 @@ class Gate:
         with self._lock:
             if self.hold != "wanted":  # the receiver has given up meanwhile
                 return
-            self.held_since_s, self.hold = time.perf_counter(), "granted"
+            self.held_since_s, self.hold = self._clock(), "granted"
             on_grant = self._on_grant
         on_grant()
 
@@ -280,7 +285,7 @@ class Gate:
         """Ask that no step be launched; `on_grant` is called once none is in flight, from any thread."""
         with self._lock:
             at_once = self.hold == "granted"  # stale: no step has run since
-            self._on_grant, self.held_since_s = on_grant, time.perf_counter()
+            self._on_grant, self.held_since_s = on_grant, self._clock()
             if not at_once:
                 self.hold = "wanted"
         if at_once:

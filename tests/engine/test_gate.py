@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -161,11 +160,14 @@ def test_a_drain_ends_a_pause_and_stops_when_nothing_is_left():
 
 
 def test_the_drain_deadline_is_that_of_the_first_shutdown():
-    gate = Gate(drain_s=0.05)
+    now_s = [100.0]
+    gate = Gate(drain_s=30.0, clock=lambda: now_s[0])
     assert not gate.drain_overdue
     gate.drain(1)
-    time.sleep(0.06)
+    now_s[0] = 129.0
     gate.drain(2)
+    assert not gate.drain_overdue
+    now_s[0] = 130.0
     assert gate.drain_overdue and gate.fail() == [Done(1), Done(2)]
 
 
