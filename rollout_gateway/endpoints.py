@@ -18,15 +18,15 @@ from rollout_gateway.dialects import (
     trainers,
     vllm,
     vllm_orders,
-    weights,
 )
 from rollout_gateway.dialects.responses import handlers as responses
 from rollout_gateway.dialects.tinker import tinker_handlers as tinker
+from rollout_gateway.dialects.weights import areal, from_folder, through_group, vllm_engine, worker_extension
 from rollout_gateway.http.bodies import Body, Query, decode, read_bytes
 from rollout_gateway.http.event_stream import ClientGone, EventStream, NamedEvents, json_answer, unless_gone
 from rollout_gateway.requests.http_request import DialectState, Endpoint, Gateway, HttpRequest
 
-STATES: tuple[type[DialectState], ...] = (*weights.STATES, *tinker.STATES)
+STATES: tuple[type[DialectState], ...] = (*vllm_engine.STATES, *areal.STATES, *tinker.STATES)
 ENDPOINTS: tuple[Endpoint, ...] = (
     *openai_completions.ENDPOINTS,
     *openai_chat.ENDPOINTS,
@@ -37,7 +37,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *sglang.ENDPOINTS,
     *sglang_orders.ENDPOINTS,
     *trainers.ENDPOINTS,
-    *weights.ENDPOINTS,
+    *from_folder.ENDPOINTS,
+    *through_group.ENDPOINTS,
+    *vllm_engine.ENDPOINTS,
+    *areal.ENDPOINTS,
+    *worker_extension.ENDPOINTS,
     *own.ENDPOINTS,
     *tinker.ENDPOINTS,
 )

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rollout_gateway.dialects import sglang, trainers, vllm, weights
+from rollout_gateway.dialects import sglang, trainers, vllm
 from rollout_gateway.dialects.tinker import request_bodies as tinker_bodies
+from rollout_gateway.dialects.weights import from_folder, through_group, vllm_engine, worker_extension
 from rollout_gateway.endpoints import ENDPOINTS
 from rollout_gateway.http.bodies import Body, EmptyBody
 from rollout_gateway.prompts import sampling
@@ -27,7 +28,9 @@ other field is an error (400) that names it, unless its value switches a feature
 not listed."""
 
 #: Modules of bodies that packages write, never users: the page lists the fields of a folder alone.
-_OF_PACKAGES = {module.__name__ for module in (tinker_bodies, trainers, weights)}
+_OF_PACKAGES = {
+    module.__name__ for module in (tinker_bodies, trainers, from_folder, through_group, vllm_engine, worker_extension)
+}
 
 #: Bodies with more lines than this have a section of their own.
 _MOST_LINES = 3
@@ -86,7 +89,7 @@ def _titles() -> dict[type[Body], str]:
     for endpoint in ENDPOINTS:
         if endpoint.takes in (None, EmptyBody):
             continue
-        if endpoint.takes is weights.FolderBody or endpoint.takes.__module__ not in _OF_PACKAGES:
+        if endpoint.takes is from_folder.FolderBody or endpoint.takes.__module__ not in _OF_PACKAGES:
             taken.setdefault(endpoint.takes, []).extend(f"`{path}`" for path in endpoint.paths)
     return {body: ", ".join(paths) for body, paths in taken.items()} | dict(_SHARED) | dict(_INNER)
 

@@ -6,9 +6,7 @@ Importing this package imports nothing heavy. Each name below is loaded when it 
 msgpack and numpy only; a `WeightPublisher` also needs torch and xxhash (the extra `publish`).
 """
 
-import sys
 from importlib import import_module, metadata
-from importlib.abc import MetaPathFinder
 from typing import Any
 
 #: The public names by module.
@@ -33,22 +31,6 @@ _NAMES = {
     "wire.keys": ("ClientCurve",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-#: Modules of release 0.1.0 that have another place now.
-_MOVED = {
-    "async_client": "client.asynchronous",
-    "batch": "client.batch",
-    "errors": "wire.errors",
-    "journal": "client.journal",
-    "keys": "wire.keys",
-    "launch": "client.launch",
-    "manifest": "wire.manifest",
-    "progress": "client.batch",
-    "publish_handle": "publish.handle",
-    "publisher": "publish.publisher",
-    "report": "client.mismatch",
-    "results": "client.results",
-    "session": "client.blocking",
-}
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 
@@ -63,20 +45,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-class _MovedModules(MetaPathFinder):
-    """Names the new place of a module that moved. Python asks it last."""
-
-    @staticmethod
-    def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:
-        """No module is found here. Raises ImportError for one that moved."""
-        package, _, module = fullname.rpartition(".")
-        if package == __name__ and module in _MOVED:
-            home = _MOVED[module]
-            names = [name for name, place in _MODULES.items() if place == home]
-            public = f"; its public names come from `from {__name__} import {', '.join(names)}`" if names else ""
-            raise ImportError(f"{fullname} is {__name__}.{home} now{public}", name=fullname)
-
-
-sys.meta_path.append(_MovedModules())

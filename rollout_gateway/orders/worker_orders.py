@@ -1,6 +1,6 @@
 """Orders of trainers, in every dialect: pauses, sleep, adapters, weights. Every order goes to all workers.
 
-The admin endpoints of all dialects (`requests/admin.py`, `dialects/weights.py`) are names for these orders.
+The admin endpoints of all dialects (`requests/admin.py`, `dialects/weights`) are names for these orders.
 """
 
 import asyncio

@@ -125,22 +125,6 @@ def test_other_libraries_are_out_of_reach_in_these_tests(installed: list[str]) -
     assert done.returncode and "No module named" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("publisher", "WeightPublisher"),
-        ("async_client", "AsyncRolloutClient"),
-        ("errors", "RolloutError"),
-        ("keys", "ClientCurve"),
-        ("journal", "trainer_bridge.client.journal"),
-    ],
-)
-def test_a_module_that_moved_names_its_new_place(installed: list[str], old: str, new: str) -> None:
-    for statement in (f"import trainer_bridge.{old}", f"from trainer_bridge import {old}"):
-        done = run(installed, statement)
-        assert done.returncode and "ImportError" in done.stderr and new in done.stderr.splitlines()[-1]
-
-
 def test_the_clients_come_from_their_package_too(installed: list[str]) -> None:
     done = run(installed, "from trainer_bridge.client import AsyncRolloutClient, RolloutClient")
     assert done.returncode == 0, done.stderr
