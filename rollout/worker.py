@@ -90,7 +90,7 @@ FAILED, FAULT, HUNG = 1, 3, 4
 
 
 class Worker:
-    """Everything that one process serves with. The constructor binds the sockets; nothing runs before `start`."""
+    """Everything that one process serves with. The constructor binds the sockets; no request is read before `start`."""
 
     def __init__(
         self,

@@ -41,7 +41,9 @@ def hooks_page() -> str:
     for base in _BASES:
         kinds = on_device if issubclass(base, DeviceFeature) else on_host
         for name, hook in _hooks(base):
-            having = ", ".join(kind.name for kind in kinds if getattr(kind, name, hook) is not hook)
+            having = ", ".join(
+                kind.name for kind in kinds if issubclass(kind, base) and getattr(kind, name) is not hook
+            )
             rows.append((f"`{name}`", f"`{base.__name__}`", having))
     lines = [_INTRODUCTION, *table(("hook", "class", "features"), rows), _TRACE]
     return "\n".join([*lines, trace_table("scores")]) + "\n"

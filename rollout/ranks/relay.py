@@ -47,7 +47,7 @@ class _Piece:
 
 
 class RelayBacking(Protocol):
-    """The address of a relay's memory."""
+    """The memory of a relay: `grow` replaces it, `unmap` takes it from the followers."""
 
     def grow(self, nbytes: int) -> torch.Tensor:
         """Replace the memory by a larger one, uint8."""
