@@ -86,9 +86,7 @@ class TrainerGroups:
         receiver = self._receivers.get("torch_group")
         if not isinstance(receiver, TorchGroupReceiver):
             raise BadRequest(
-                "this worker joins no process groups: it uses CURVE and their connections have no keys, or its torch "
-                "lacks torch.distributed",
-                field="action",
+                "this worker joins no process groups: it uses CURVE and their connections have no keys", field="action"
             )
         return receiver
 
