@@ -6,6 +6,17 @@
       recover          after a fault: hand requests back, build the engine anew         `_recover`
       close            answer the clients that wait, end the threads, write the last report   `close`
 
+Its threads, by name, and what each may change. They hand work to each other in queues:
+
+    (main)                the engine: gate, roster, sequences, pages, steps     reads commands from the inbox
+    service               sockets of clients, requests in flight, results       reads events from the outbox
+    service-prompts       nothing: it returns a prompt to the service thread, as `service-constraints` does a constraint
+    masks-N               masks, and matchers of constraints; the loop takes them until a deadline
+    weight-receiver       staging memory; the loop copies from there between two steps
+    kv-disk-write, -read  files of KV and host memory; the loop reads which jobs have ended
+    metrics               sinks
+    watchdog, rank-watch  nothing: they ask for a drain, or end the process
+
 A launcher sees one JSON line on stdout and the ready file once the worker can serve, and one JSON line on stdout at the
 end. SIGTERM and SIGINT drain the worker; a second signal ends it at once.
 

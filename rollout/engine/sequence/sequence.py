@@ -19,15 +19,12 @@ Three counters, all in tokens:
 The last two include tokens ahead in flight (`ahead_in_flight`). They count as accepted until their step is committed,
 which takes the refused tokens back.
 
-A constraint may hold from some token on. Until then the row has none. The commit that finds the beginning drops tokens
-drawn after it without a mask (`drop_launched`), and the row draws them again.
-
 A sequence consists of a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
     kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
     variant_use   notes on its variant of the weights
-    constraint    its position in its constraint
+    constraint    its position in its constraint                       `constraints/constraint_progress.py`
     queued        notes of the queue and of the order of prompts
 
 KV belongs to a weights version and to an edition of a variant: the plain weights, unless a feature has others. The
@@ -44,7 +41,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rollout.constraints.matcher import ANYTHING, NEVER, FreePart, Matcher
+from rollout.constraints.constraint_progress import ConstraintProgress
+from rollout.constraints.matcher import ANYTHING, NEVER
 from rollout.engine.messages.requests import NOTHING_BEFORE, OF_FEATURES, Request, RequestKey
 from rollout.engine.messages.to_engine import Prefetch
 from rollout.engine.messages.to_service import Finish
@@ -171,16 +169,6 @@ def needs_of(request: Request) -> RowNeeds:
     if request.constraint is not ANYTHING:
         needs |= RowNeeds.CONSTRAIN
     return needs
-
-
-@dataclass(eq=False, slots=True)
-class ConstraintProgress:
-    """A completion's position in its constraint."""
-
-    matched: int  # tokens that the matcher has seen
-    matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
-    free: FreePart | None = None  # finds where the constraint will hold; None once it does
-    unmasked_end: int = 0  # tokens that were launched before its steps last began to have masks
 
 
 @dataclass(eq=False, slots=True)
@@ -317,8 +305,7 @@ class Sequence:
         """
         if not self.group.needs & _CONSTRAIN:
             return
-        constraint = self.group.request.constraint
-        self.constraint.free = free = constraint.free if rewinds else constraint.foreseen
+        free = self.constraint.begin_free(self.group.request.constraint, rewinds)
         if free is not None:
             self.watched = self.group.stop_ids | free.ends
             self.need_bits &= ~_CONSTRAIN
@@ -326,18 +313,14 @@ class Sequence:
 
     def note_constraint(self) -> bool:
         """Note whether the next token needs a mask; True if it needs a mask and was launched without."""
-        constraint = self.constraint
+        constraint, masked = self.constraint, self.need_bits & _CONSTRAIN
         if constraint.free is None:
             return False
-        narrows = constraint.free.narrows(self.tokens)
-        if narrows == "all":
-            constraint.free, self.watched = None, self.group.stop_ids
-        if narrows == "no":
-            self.need_bits &= ~_CONSTRAIN
-        elif not self.need_bits & _CONSTRAIN:
-            self.need_bits |= _CONSTRAIN
-            constraint.unmasked_end = self.launched
-        return narrows in ("next", "all") and len(self.tokens) < constraint.unmasked_end
+        needed, missed = constraint.note(self.tokens, self.launched, masked != 0)
+        self.need_bits = self.need_bits | _CONSTRAIN if needed else self.need_bits & ~_CONSTRAIN
+        if constraint.free is None:
+            self.watched = self.group.stop_ids
+        return missed
 
     @property
     def look_at(self) -> int:

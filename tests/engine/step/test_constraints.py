@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.constraints.constraint_progress import ConstraintProgress
 from rollout.constraints.matcher import AllowList, Matcher, mask_words
 from rollout.engine.features.drafts.row_drafts import Acceptance, Drafts, RowDrafts
 from rollout.engine.messages.requests import Prior, StopParams
-from rollout.engine.sequence.sequence import ConstraintProgress
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND, MaskBuilder, MaskClock, RowAhead
 from rollout.process.deadline_thread import DeadlineCall
