@@ -64,7 +64,7 @@ learn: $(DEMO_READY) ## GRPO on a real small model, which learns sums: ten minut
 
 # A file's tests run in one process, in random order; the seed is printed. Files come in random order, too, but those that
 # start workers come first (tests/support/distribution.py).
-test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
+test: $(DEV_READY) ## all tests but nightly ones and packages of trainers; those that need a GPU only where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$$gpu not nightly and not alone" $(ARGS)
 

@@ -89,7 +89,7 @@ def _titles() -> dict[type[Body], str]:
     for endpoint in ENDPOINTS:
         if endpoint.takes in (None, EmptyBody):
             continue
-        if endpoint.takes is from_folder.FolderBody or endpoint.takes.__module__ not in _OF_PACKAGES:
+        if issubclass(endpoint.takes, from_folder.FolderBody) or endpoint.takes.__module__ not in _OF_PACKAGES:
             taken.setdefault(endpoint.takes, []).extend(f"`{path}`" for path in endpoint.paths)
     return {body: ", ".join(paths) for body, paths in taken.items()} | dict(_SHARED) | dict(_INNER)
 

@@ -3,7 +3,9 @@
     inbox --> pause, resume, shutdown   the gate
               sleep, wake               the sleeper
               submit                    the scheduler
-              look                      no receiver: it only ends the wait for a command
+              NextTick                  no receiver: it only ends the wait for a command
+              prefetch, end of session  the pages
+              of a feature              the feature
               everything else           the roster
 
 Each command is carried out at once, except that a sleep takes several ticks.

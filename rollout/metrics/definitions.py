@@ -332,5 +332,5 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
            None, lambda served: 1e3 * served.swap_pause_s),
 )  # fmt: skip
 
-#: The values that `rollout top` shows, in its order, as far as a report has them.
+#: The values that `rollout top` shows, in its order; a report may lack some.
 TOP_METRICS = tuple(metric for metric in METRICS if metric.top is not None)

@@ -9,11 +9,11 @@ kinds are connected by the residual stream, which only the norms read and write,
 added to the stream (`Unsummed`). A norm or factor of a block's output, or a layer's factor, is a part of the next
 norm's kernel.
 
-Decode and prefill differ in the attention, few and many tokens in the products. Products of few tokens are our own, as
-far as `rollout_kernels.linear.table` goes, and read codes if the weights are codes; a sum for the residual stream comes
-in parts, float32 if several. The other products are cuBLAS's, which add to the residual stream at once (`ADDED_FROM`);
-codes are decoded for them first. On Hopper the gated product of many tokens is our own again (`GATED`). The residual
-stream is kept in the model's dtype.
+Decode and prefill differ in the attention, few and many tokens in the products. For token counts in
+`rollout_kernels.linear.table` we use our own kernel, which also reads coded weights; a sum for the residual stream
+comes in parts, float32 if several. The other products are cuBLAS's, which add to the residual stream at once
+(`ADDED_FROM`); codes are decoded for them first. On Hopper the gated product of many tokens is our own again (`GATED`).
+The residual stream is kept in the model's dtype.
 
 From `codes_from` tokens on, activations that meet codes of blocks are rounded to codes, too, and the tensor cores
 multiply codes (`triton_code_rows`).

@@ -1,7 +1,7 @@
 """The limit of open files of this process. Each connection of a client takes one.
 
 Where no more can be opened, libzmq ends its process, and other libraries fail with a bare error number. So a worker
-raises its limit as far as it may, and does not start if the limit stays too low.
+raises its limit to the most allowed, and does not start if the limit stays too low.
 """
 
 import contextlib

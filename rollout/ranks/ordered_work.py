@@ -19,7 +19,8 @@ _FAILED = 1
 class OrderedWork:
     """Runs the functions of orders in a thread, in turn, and acknowledges the orders.
 
-    An order fails if its function raises an exception, and rank 0 gets the text. Where it must not fail, the rank ends.
+    An order fails if its function raises an exception, and rank 0 gets the text. Without a
+    `failure` text, an exception ends the rank.
     """
 
     def __init__(

@@ -9,7 +9,7 @@
 The orders of each lane, with their fields:
 
     updates          open      number of an update, size of its manifest   lay out the staging memory, if it fits
-                     take      a piece: start, bytes, place in the relay   keep the shard's part in the staging memory
+                     take      a piece: start, bytes, offset in the relay  keep the shard's part in the staging memory
                      relay     a handle of memory of rank 0's GPU          map it, for pieces; or unmap it
                      offer     a transport, its options                    open the publisher's memory; or close it
                      prepare   number of the update                        its bytes are verified: plan its copies
@@ -27,8 +27,8 @@ The orders of each lane, with their fields:
                      give up                                               no read touches a page from now on
     sleep                      save, release, restore, ..                  keep memory, give it back, take it again
 
-Every order has the weights version in use; a follower with another version ends. Orders of adapters have no version:
-threads other than the loop give them, before or after a swap.
+Every order but those for adapters has the weights version in use; a follower with another version ends. Threads other
+than the loop give the orders for adapters, before or after a swap.
 """
 
 import math

@@ -11,7 +11,7 @@ they only stand still together.
 
 A healthy group must not be ended, however slow it is:
 
-- Time counts as far as both sides have seen it pass: the watching thread, and the beat of the rank. A machine that was
+- Only time that both sides have seen pass counts: the watching thread, and the beat of the rank. A machine that was
   stopped or is overloaded delays them, too.
 - The beat is a thread of its own, so only a process that does not run at all is silent. It counts once a follower is
   ready: the imports and the loading before are seconds under Python's lock. Until then `start_watch.py` has the rules.

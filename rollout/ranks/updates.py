@@ -71,17 +71,17 @@ class RankUpdates(UpdateMemories):
         self._cuts: list[RankCuts] = []
         self._manifest, self._reports, self._find_orders = memories["manifest"], reports, orders
 
-        def relay(place: RelayBacking, on_device: bool) -> RelayMemory:
+        def relay(backing: RelayBacking, on_device: bool) -> RelayMemory:
             def take(start: int, nbytes: int, at: int) -> int:
                 return self.give("take", start, nbytes, at, on_device)
 
-            return RelayMemory(place, lambda: min(reports.ended("updates")), take, sizes)
+            return RelayMemory(backing, lambda: min(reports.ended("updates")), take, sizes)
 
         self._host = relay(HostBacking(memories["relayed"], device), on_device=False)
         self._device: RelayMemory | None = None
         if on_device is not None:
-            place = DeviceBacking(on_device, partial(self.give, "relay"), partial(self.answers, "mapped"))
-            self._device = relay(place, on_device=True)
+            backing = DeviceBacking(on_device, partial(self.give, "relay"), partial(self.answers, "mapped"))
+            self._device = relay(backing, on_device=True)
         self._withdrawn = 0  # number of the last order to close what a publisher had offered
         self._last = 0  # number of the last update that followers know
         self._opened = self._planned = 0  # order numbers: of the last `open`; of the last `open` or `prepare`

@@ -161,7 +161,7 @@ class Controls:
 
 
 def _too_many() -> RolloutError:
-    return Overloaded("too many control messages wait for an answer; come back later")
+    return Overloaded("too many control messages wait for an answer; retry later")
 
 
 class Shutdowns:

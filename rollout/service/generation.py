@@ -6,7 +6,7 @@ Invariants:
 
 - A client's id names one request, in flight or in the store; the same message again is one more waiter for its result.
 - A request in flight ends: by itself, by a cancel, or when the lease of its client does. Its result is in the store
-  until the client acknowledges it, as far as the store's limits allow. Errors are not kept, nor are results
+  until the client acknowledges it, within the store's limits. Errors are not kept, nor are results
   without a token of clients that stayed away: their ids are free again.
 - The engine's key is never used twice, so events of an abandoned request cannot reach a later request.
 - After a stop string nothing more of its completion is sent, even if more deltas arrive.

@@ -15,8 +15,8 @@ Invariants:
   with a whole update.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
   is allocated once, and is not written while it may be read. Only an update that waits for recomputation gives way to a
-  newer update of its target, if the newer update fits. Either the loop takes an update out of `ready` or this thread
-  does.
+  newer update of its target, if the newer update fits. `ready.popleft` decides a race: exactly one of the loop and this
+  thread gets the update.
 - An update begins only while the gate admits updates (no sleep is ordered), and counts as active until it is applied or
   dropped.
 - Every control message gets exactly one reply.

@@ -1,4 +1,4 @@
-"""The gateway's own endpoints: health, models, configuration, metrics, the tokens of sessions."""
+"""Endpoints about the gateway itself, under several dialects' paths: health, models, metrics, tokens of sessions."""
 
 import asyncio
 from collections import defaultdict

@@ -49,7 +49,7 @@ async def abort(request: HttpRequest[AbortBody]) -> None:
 async def flush_cache(request: HttpRequest[Any]) -> str:
     """No effect: `engine.max_kv_age` bounds the age of KV."""
     await request.gateway.workers.known(fresh=True)
-    return "Cache flushed: KV of older weights is used within engine.max_kv_age only.\n"
+    return "Nothing to flush: KV of older weights is used within engine.max_kv_age only.\n"
 
 
 async def release_memory(request: HttpRequest[MemoryBody]) -> None:

@@ -15,8 +15,9 @@ from rollout_gateway.requests.http_request import GET, POST, Endpoint, HttpReque
 class PauseQuery(Query):
     """The parameters of `/pause`."""
 
+    ignored: ClassVar = {"clear_cache": "see `engine.max_kv_age`"}
+
     mode: PauseMode = "abort"
-    clear_cache: str = ""
     wait_for_inflight_requests: Truth = False
 
     @property
@@ -27,8 +28,9 @@ class PauseQuery(Query):
 class SleepQuery(Query):
     """The parameters of `/sleep`."""
 
+    ignored: ClassVar = {"mode": "the workers' own policy holds"}
+
     level: Literal["0", "1", "2"] = "1"
-    mode: str = ""
     tags: list[MemoryTag] = []
 
 
@@ -83,7 +85,7 @@ class ResetBody(Body):
 class WorldSizeQuery(Query):
     """The parameters of `/get_world_size`."""
 
-    include_dp: str = ""
+    ignored: ClassVar = {"include_dp": "each worker is one rank"}
 
 
 async def abort_requests(request: HttpRequest[AbortRequestsBody]) -> dict[str, Any]:
@@ -120,6 +122,6 @@ ENDPOINTS = (
     Endpoint(POST, "/abort_requests", "vLLM", abort_requests, AbortRequestsBody),
     Endpoint(POST, "/reset_prefix_cache", "vLLM", reset_prefix_cache, ResetBody),
     Endpoint(POST, "/v1/load_lora_adapter", "vLLM", admin.load_adapter, admin.AdapterBody),
-    Endpoint(POST, "/v1/unload_lora_adapter", "vLLM", admin.unload_adapter, admin.AdapterBody),
+    Endpoint(POST, "/v1/unload_lora_adapter", "vLLM", admin.unload_adapter, admin.UnloadBody),
     Endpoint(GET, "/weight_info", "vLLM", weight_info),
 )

@@ -65,8 +65,8 @@ class Query(Body):
         """The parameters of a request. Raises `HttpError`."""
         given = request.query_params
         for name in given:
-            if name not in cls.model_fields:
-                cure = remedy(name, cls.model_fields)
+            if name not in cls.model_fields and name not in cls.ignored:
+                cure = remedy(name, [*cls.model_fields, *cls.ignored])
                 raise bad_request(f"the parameter {name!r:.80} is unknown here; {cure}", name)
         lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is list}
         return cls.take({name: given.getlist(name) if name in lists else given[name] for name in given})

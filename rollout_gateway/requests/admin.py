@@ -1,6 +1,6 @@
 """Admin endpoints that several dialects have, under names and answers of their own."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from rollout_gateway.requests.http_request import HttpRequest
 #: SGLang's answer to the end of a pause.
 CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
 
+AdapterName = Annotated[str, Field(min_length=1, max_length=128)]
+
 
 async def pause(request: HttpRequest[Any]) -> None:
     """Pause all workers in one of three modes."""
@@ -18,19 +20,19 @@ async def pause(request: HttpRequest[Any]) -> None:
 
 
 async def wake_up(request: HttpRequest[Any]) -> None:
-    """Allocate it again, whichever tag is named first."""
+    """Take the devices' memory back; tags change nothing."""
     await request.gateway.orders.wake()
 
 
 class AdapterBody(Body):
-    """The body of `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`."""
+    """The body of `/v1/load_lora_adapter`."""
 
     ignored: ClassVar = {"base_model_name": "there is one model", "lora_int_id": "adapters have names"}
     switched_off: ClassVar = {"is_3d_lora_weight": (None, False)}
-    #: A loaded adapter is replaced, whatever `load_inplace` says.
+    #: If true, loading replaces an adapter of this name even without `load_inplace`.
     replaces: ClassVar[bool] = False
 
-    lora_name: str = Field(min_length=1, max_length=128)
+    lora_name: AdapterName
     lora_path: str | None = Field(None, min_length=1, max_length=4096)
     load_inplace: bool = False
 
@@ -39,6 +41,15 @@ class ReplacingAdapterBody(AdapterBody):
     """The body of `/load_lora_adapter` and `/skyrl/v1/load_lora_adapter`."""
 
     replaces: ClassVar = True
+
+
+class UnloadBody(Body):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    ignored: ClassVar = AdapterBody.ignored | dict.fromkeys(("lora_path", "load_inplace"), "the name is enough")
+    switched_off: ClassVar = AdapterBody.switched_off
+
+    lora_name: AdapterName
 
 
 async def load_adapter(request: HttpRequest[AdapterBody]) -> str:
@@ -50,7 +61,7 @@ async def load_adapter(request: HttpRequest[AdapterBody]) -> str:
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
-async def unload_adapter(request: HttpRequest[AdapterBody]) -> str:
+async def unload_adapter(request: HttpRequest[UnloadBody]) -> str:
     """Unload an adapter."""
     await request.gateway.orders.unload_adapter(request.body.lora_name)
     return f"Success: LoRA adapter '{request.body.lora_name}' removed successfully."

@@ -2,7 +2,7 @@
 
 Half a sentence, such as `x: int  # of its upload`, leaves its subject to the reader. A comment that begins with one of
 these words is half a sentence, unless it goes on a comment of the line before. "That of", "of which", "have what" and
-"of before" leave out a noun, too.
+"of before" leave out a noun, too. "Gets short", "are no room" and "come back later" have plainer words.
 """
 
 import ast
@@ -20,7 +20,8 @@ _WORDS = "of by for with which whose that so and or but than to from also"
 _CAPITALS = "Of Whose And Or Than What Those As"
 _HALF = re.compile(rf"#?:?\s*(?:{'|'.join(_WORDS.split())}|{'|'.join(_CAPITALS.split())})\b(?!-)")
 _ELLIPSIS = re.compile(
-    r"\b(?:(?:that|those|others) of|of (?:which|before)|(?:have|has|had) what|what (?:have|has|had)|in vain)\b"
+    r"\b(?:(?:that|those|others) of|of (?:which|before)|(?:have|has|had) what|what (?:have|has|had)|in vain|"
+    r"gets? short|are no room|comes? back later)\b"
 )
 
 
@@ -60,7 +61,7 @@ def problems(root: Path) -> list[str]:
             words = " ".join(comment.split())
             for match in _ELLIPSIS.finditer(words):
                 near = words[max(0, match.start() - 50) : match.end() + 50]
-                found.append(f"{name}:{line}: write the noun in place of '{match[0]}': {near}")
+                found.append(f"{name}:{line}: write plainer words, or the noun, in place of '{match[0]}': {near}")
     return found
 
 

@@ -157,7 +157,7 @@ def test_folders_that_are_no_weights(client: httpx.Client, worker: WorkerProcess
 
 
 def test_sleep_and_wake(client: httpx.Client) -> None:
-    post(client, "/sleep?level=1")
+    post(client, "/sleep?level=1&mode=keep")
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
     assert client.get("/health").status_code == 200
     post(client, "/wake_up?tags=weights")
@@ -171,6 +171,7 @@ def test_sleep_and_wake(client: httpx.Client) -> None:
     assert refused(client, "/wake_up?tags=all", None) == "tags.0"
     assert refused(client, "/pause?mode=stop", None) == "mode"
     assert refused(client, "/pause?moed=keep", None) == "moed"
+    assert refused(client, "/update_weights_from_disk", {"update_info": {}}) == "update_info"
 
 
 def test_adapters_are_models(client: httpx.Client, adapters: Path) -> None:
@@ -193,7 +194,7 @@ def test_adapters_are_models(client: httpx.Client, adapters: Path) -> None:
         took = logits.gather(1, logits.new_tensor(choice["token_ids"]).long()[:, None])[:, 0]
         assert float((logits.max(-1).values - took).max()) < 1e-3
     assert post(client, "/v1/completions", body)["choices"][0]["text"] == " 18 19 20 21"
-    post(client, "/v1/unload_lora_adapter", {"lora_name": "mine"})
+    post(client, "/v1/unload_lora_adapter", {"lora_name": "mine", "lora_path": "mine", "load_inplace": True})
     assert refused(client, "/v1/unload_lora_adapter", {"lora_name": "mine"}, 404) == "lora_name"
     assert refused(client, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "../x"}) is not None
 
@@ -201,7 +202,7 @@ def test_adapters_are_models(client: httpx.Client, adapters: Path) -> None:
 def test_a_gateway_tells_what_it_serves(client: httpx.Client) -> None:
     (card,) = client.get("/v1/models").json()["data"]
     assert (card["id"], card["max_model_len"]) == ("ones", 512)
-    assert client.get("/get_world_size").json() == {"world_size": 1}
+    assert client.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     info = client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
     assert info["model_config"]["logprobs_mode"] and info["lora_config"] == {}
     assert info["model_config"]["dtype"] == "float32"

@@ -22,6 +22,7 @@ from scripts.check.comments import problems
         ('def f():\n    """A prompt of\n    which a part is known."""', 1),
         ("x = 1  # unmap the memory of before", 1),
         ('def f():\n    """Forget pages that have\n    what another page has."""', 1),
+        ("x = 1  # pages when the pool gets short", 1),
         ('def f():\n    """Say what the pool has."""', 0),
         ("x = 1  # bytes of its upload", 0),
         ("x = 1  # the step, which of all reads most", 0),

@@ -60,7 +60,7 @@ class Destination(ABC):
         return False
 
     def unread(self) -> int:
-        """How many of the buckets and pieces for ranks to read, in the order in which they came, are not verified yet.
+        """The number of offered buckets and pieces that the ranks have not verified yet: the last ones that came.
 
         May wait a moment. Raises `RolloutError` for damage.
         """

@@ -56,9 +56,9 @@ class PageAllocator:
     def find_reusable(self, seq: Sequence, version: int, rows: list[int]) -> Reusable:
         """KV that `seq` need not compute, now or after another prefill; none if it has KV of its own to restore.
 
-        Where rows are dealt to ranks, this also chooses the rank of `seq`: of the ranks with room, a rank with KV of
-        more than half of the tokens, else the rank with the most free pages. A new session first looks for a rank whose
-        idle sessions keep their pages. `rows`: running rows of each rank.
+        Where rows are dealt to ranks, this also chooses the rank of `seq`. Ranks are compared by: room; for a new
+        session, room without eviction; KV of more than half of the tokens; free pages. `rows`: running rows of each
+        rank.
         """
         if seq.kv.is_offloaded:
             return Reusable()

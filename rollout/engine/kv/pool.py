@@ -21,8 +21,8 @@ With an `engine.max_kv_age` over 0 keys lack the weights version. Then each know
 in its KV, or in the KV before it. A page that is too old is not found. It is given up when its key gets newer KV, or
 when the pool needs the page.
 
-A tier (`kv/tier.py`) copies the oldest cached pages before they are evicted. It looks at each page once. Pages after a
-look are evicted first, then pages before it, and last the pages that are being copied. A page is copied without a
+A tier (`kv/tier.py`) copies the oldest cached pages before they are evicted. It inspects each page once. Inspected
+pages are evicted first, then the others, and last the pages that are being copied. A page is copied without a
 reference: if it is evicted meanwhile, the copy is discarded.
 
 The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page

@@ -43,13 +43,13 @@ def _grow(roster: Roster, seq: Sequence) -> None:
         if allocator.sharing:
             allocator.close_shared_prompt(allocator.sharing[-1])
         elif _ends(roster, seq.kv.rank) or allocator.tier.outgoing or allocator.tier.send_unshared():
-            return  # pages are already being copied back
+            return  # pages are about to be free
         else:
             roster.preempt(_last(roster, seq.kv.rank))
 
 
 def _ends(roster: Roster, rank: int) -> bool:
-    """True if pages of a rank come back without a preemption."""
+    """True if pages of a rank become free without a preemption."""
     return any(seq.kv.rank == rank for seq in roster.ending)
 
 

@@ -204,7 +204,7 @@ class Scheduler:
             self._note_first_tokens(plan)
 
     def _count_kept(self, span: Span, accepted: list[int]) -> int:
-        """How many of a row's drawn tokens count, in a step with none, with several, or after the row's end."""
+        """The number of drawn tokens to keep. Called if the step drew none or several, or the row has ended."""
         seq, start, tokens_in, draws, _ = span
         void = seq.void > 0
         if void:

@@ -3,7 +3,7 @@
 Life of a sequence:
 
     WAITING --admit--> PREFILL --last chunk launched--> DECODE --finalize--> finalized
-       ^                  |                                |
+       ^                  | <--------- draw_again -------- |
        |                  +---------- preempt -------------+
        +---- refs == 0 ---- LEAVING <----------------------+        (its KV may go to a tier meanwhile)
 

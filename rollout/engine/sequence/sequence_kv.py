@@ -177,8 +177,8 @@ class SequenceKV(KVContent):
     hit: PrefixHit | None = None  # source of the KV that it reused at its last admission
     in_tier: InTier = NOT_IN_TIER
     prefills: list[Prefill] = field(default_factory=list)
-    #: (tokens of the completion, oldest weights version, tokens): runs of the KV that was found when the sequence got a
-    #: row with this number of tokens. Empty where only KV of the present weights is used.
+    #: Reused KV: (completion length at admission, oldest weights version, reused tokens). Empty where only KV of the
+    #: present weights is used.
     found: tuple[tuple[int, int, int], ...] = ()
     #: Key of the page, or of the snapshot, that its prefill computes next; other sequences may wait for it.
     frontier: bytes = b""

@@ -90,7 +90,7 @@ class Executor:
         self._ahead_features = of_kind(step.features, AheadFeature)  # type: ignore[type-abstract]
 
     def execute(self, upload: Upload, slot: Slot) -> None:
-        """Enqueue a step; returns without waiting for anything."""
+        """Enqueue a step. Waits only for room in the ring of a tensor group."""
         self.orders.step(upload)
         header, step = upload.header, slot.input_for(upload)
         self.h2d.record(slot.h2d_start)

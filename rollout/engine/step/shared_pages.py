@@ -4,8 +4,8 @@ Rows of a group, of a session or with the same system prompt hold the same pages
 next to each other, so a row shares only with its neighbours. Pages that two rows share stay shared while both run, and
 the page that a row writes to is its own, so the segments change only with the rows.
 
-The tokens ahead of a row follow it, in rows with its page table. So they share all positions before the step's first
-write: a run of rows within the run of its group.
+The tokens ahead of a row follow it, in rows with its page table. They share with the row all positions before the
+step's first write, and form a run inside the group's run.
 
 Reading shared pages once costs time, too: more parts to combine, and neighbours that read the same pages at the same
 time find them in the L2 cache anyway. Below `shared_saved_bytes` of `EngineConstants` the segments share nothing.

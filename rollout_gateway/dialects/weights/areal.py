@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_gateway.dialects.weights.from_folder import FolderBody
+from rollout_gateway.dialects.weights.from_folder import UpdateBody
 from rollout_gateway.dialects.weights.through_group import GroupBody, TensorsBody, join, receive, succeeded
 from rollout_gateway.dialects.weights.vllm_engine import update_weights
 from rollout_gateway.http.bodies import EmptyBody
@@ -35,7 +35,7 @@ async def update_announced(request: HttpRequest[EmptyBody]) -> dict[str, Any]:
 
 STATES = (AnnouncedTensors,)
 ENDPOINTS = (
-    Endpoint(POST, "/areal_update_weights", "AReaL", update_weights, FolderBody),
+    Endpoint(POST, "/areal_update_weights", "AReaL", update_weights, UpdateBody),
     Endpoint(POST, "/areal_init_weights_update_group", "AReaL", join, GroupBody),
     Endpoint(POST, "/areal_set_update_weight_meta", "AReaL", announce, TensorsBody),
     Endpoint(POST, "/areal_update_weights_xccl", "AReaL", update_announced, EmptyBody),

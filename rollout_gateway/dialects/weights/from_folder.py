@@ -10,10 +10,7 @@ from rollout_gateway.requests.http_request import POST, Endpoint, Gateway, HttpR
 
 
 class FolderBody(Body):
-    """The body of `/update_weights`: a folder of prime-rl (`weight_dir`) or AReaL (`model_path`).
-
-    A body with vLLM's `update_info` means its weight transfer engine.
-    """
+    """The body of `/update_weights_from_disk`: a folder of prime-rl (`weight_dir`) or AReaL (`model_path`)."""
 
     ignored: ClassVar = {
         "reset_prefix_cache": "see `engine.max_kv_age`",
@@ -26,7 +23,6 @@ class FolderBody(Body):
     weight_dir: str | None = None
     model_path: str | None = None
     weight_version: int | str | None = None
-    update_info: dict[str, Any] | None = None
 
     async def update(self, gateway: Gateway) -> int:
         """Update the weights from the folder; returns their version. Raises `HttpError` unless exactly one is given."""
@@ -35,6 +31,12 @@ class FolderBody(Body):
             raise bad_request("name the folder of the new weights in 'weight_dir' or 'model_path'", "weight_dir")
         ((name, path),) = given.items()
         return await gateway.orders.update_from_folder(path, self.weight_version, name)
+
+
+class UpdateBody(FolderBody):
+    """The body of `/update_weights`: a folder, or `update_info` of vLLM's weight transfer engine."""
+
+    update_info: dict[str, Any] | None = None
 
 
 async def update_from_disk(request: HttpRequest[FolderBody]) -> dict[str, Any]:

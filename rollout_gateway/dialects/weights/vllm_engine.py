@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from rollout_gateway.dialects.weights.from_folder import FolderBody
+from rollout_gateway.dialects.weights.from_folder import UpdateBody
 from rollout_gateway.dialects.weights.through_group import (
     WHOLE,
     Address,
@@ -114,7 +114,7 @@ class TransferState(DialectState):
     tensors: TensorRows = field(default_factory=list)  # tensors of the last call
 
 
-async def update_weights(request: HttpRequest[FolderBody]) -> dict[str, Any]:
+async def update_weights(request: HttpRequest[UpdateBody]) -> dict[str, Any]:
     """Update the weights from a folder, or with `update_info` by vLLM's weight transfer engine."""
     if request.body.update_info is not None:
         return await receive_by_engine(request.gateway, request.body.update_info)
@@ -183,7 +183,7 @@ async def finish(request: HttpRequest[FinishBody]) -> dict[str, Any]:
 
 STATES = (TransferState,)
 ENDPOINTS = (
-    Endpoint(POST, "/update_weights", "vLLM", update_weights, FolderBody),
+    Endpoint(POST, "/update_weights", "vLLM", update_weights, UpdateBody),
     Endpoint(POST, "/init_weight_transfer_engine", "vLLM", init_engine, InitBody),
     Endpoint(POST, "/start_weight_update", "vLLM", start, StartBody),
     Endpoint(POST, "/finish_weight_update", "vLLM", finish, FinishBody),

@@ -9,7 +9,7 @@ accepted, more. So a path is longer than the drafts.
 The drafter on the device runs after a step, and makes the drafts that the next step of each row may verify. The plan of
 the first step says that the drafter runs, and has pages for its drafts; the plan of the next step says how many of the
 drafts are verified. At that time the host knows neither the drafts nor the position of the row. The drafts arrive with
-the tokens of their step: masks of a constraint follow them, and the tokens drawn next show how good they were.
+the tokens of their step: constraint masks are made along them, and the tokens drawn next show how good they were.
 
 With `adapts` rows draft only where the expected tokens are worth the costs of the step: by how often the drafter was
 right for each row, and by the costs of steps. While no row drafts, the drafter on the host is asked for some plans

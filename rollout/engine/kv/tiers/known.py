@@ -3,9 +3,9 @@
 A known page is found by its prefix key: in the pool (`pool`), on the host (`host_pages`) or on disk (`disk_pages`).
 This module says what leaves the device, and what leaves the host; `fetches` brings it back.
 
-    to the host    the pool gets short: the oldest cached pages, then idle sessions' pages, are copied before the pool
+    to the host    the pool runs short: the oldest cached pages, then idle sessions' pages, are copied before the pool
                    needs the room. Once a page is on the host, its eviction loses nothing
-    to disk        the host gets short: its oldest pages and states are written in the same way
+    to disk        the host runs short: its oldest pages and states are written in the same way
 
 With states of linear attention the *end* of a prefix goes along: the state after it, and the page in which it ends if
 that is half full. Both have the key of the snapshot.
@@ -132,7 +132,7 @@ class KnownBooks:
         return short and self.costs.pays and not self.closed
 
     def look_at_ends(self) -> None:
-        """Have ends of prefixes copied to the host, if pages or places get short."""
+        """Have ends of prefixes copied to the host, if pages or places run short."""
         while self._ends_due and len(self._states_due) < _STATES_DUE:
             place, page, point, oldest = self._snapshots.look()
             if not self.states.use(point.key, oldest) and self.states.room:
