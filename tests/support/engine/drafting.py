@@ -76,40 +76,57 @@ def drafting(
 ) -> tuple[Bench, ReplayDrafter]:
     """An engine that drafts by a `ReplayDrafter`; `fields` as for `Bench`."""
     drafter = ReplayDrafter(recorded, wrong, seed, ragged, model.spec.vocab)
-    replaying = type("Replaying", (DraftVerifier,), {"host_drafter": lambda verifier: drafter})
-    features = [_made_as(replaying, make) for make in fields.pop("features", FEATURES)]
+    features = _verifying(fields.pop("features", FEATURES), host_drafter=lambda verifier: drafter)
     return bench(model, features=features, **{"speculation": "suffix", **fields}), drafter
 
 
-def _made_as(kind: type[DraftVerifier], make: MakeFeature) -> MakeFeature:
-    """`make`, or if it makes a `DraftVerifier` the same for `kind`."""
-    how = make.keywords if isinstance(make, functools.partial) else {}
-    is_verifier = DraftVerifier.make in (make, getattr(make, "func", None))
-    return functools.partial(kind.make, **how) if is_verifier else make
-
-
-def replayed_drafts(monkeypatch: pytest.MonkeyPatch, recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0):
-    """Have the draft model draft recorded tokens, by the seed of their row, each wrong with probability `wrong`.
+class ReplayedModel(ModelDrafter):
+    """The recorded tokens, by the seed of their row, each wrong with probability `wrong`; the model runs, too.
 
     The host puts them into the row state, so on a GPU this work is not captured.
     """
-    rng, draft, work = random.Random(seed), ModelDrafter.draft, ModelDrafter.decode_work
 
-    def replay(self, count, *how):
-        draft(self, count, *how)
+    recorded: Mapping[int, Seq[int]]
+    wrong: float
+    rng: random.Random
+
+    def decode_work(self, size, max_context, kv):
+        return {READ: super().decode_work(size, max_context, kv)[READ]}
+
+    def draft(self, count, max_context, needs, kv):
+        super().draft(count, max_context, needs, kv)
         if self.positions_B.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # at start-up
-        vocab = self._head.vocab
+        vocab, rng = self._head.vocab, self.rng
         for row in self._rows_R[:count].tolist():
             ints = self.rows.ints[row]
             at = int(ints[LENGTH] - ints[PROMPT]) + 1
-            tokens = list(recorded.get(int(ints[SEED]), ())[at : at + self.most])
-            tokens = [token if rng.random() >= wrong else (token + 1) % vocab for token in tokens]
+            tokens = list(self.recorded.get(int(ints[SEED]), ())[at : at + self.most])
+            tokens = [token if rng.random() >= self.wrong else (token + 1) % vocab for token in tokens]
             tokens += [rng.randrange(vocab) for _ in range(self.most - len(tokens))]
             self.next_RG[row] = torch.tensor(tokens)
 
-    monkeypatch.setattr(ModelDrafter, "draft", replay)
-    monkeypatch.setattr(ModelDrafter, "decode_work", lambda *how: {READ: work(*how)[READ]})
+
+def replayed_drafts(
+    recorded: Mapping[int, Seq[int]], wrong: float, seed: int = 0, features: Seq[MakeFeature] = FEATURES
+) -> dict:
+    """A field for `Bench`: these features, with a `ReplayedModel` in place of the draft model's drafter."""
+    how = {"recorded": recorded, "wrong": wrong, "rng": random.Random(seed)}
+    return {"features": _verifying(features, model_drafter=type("Replayed", (ReplayedModel,), how))}
+
+
+def _verifying(features: Seq[MakeFeature], **attributes: object) -> list[MakeFeature]:
+    """These features, with a subclass that has other attributes in place of the `DraftVerifier`."""
+    found = []
+    for make in features:
+        method = make.func if isinstance(make, functools.partial) else make
+        kind = getattr(method, "__self__", None)
+        if isinstance(kind, type) and issubclass(kind, DraftVerifier):
+            how = make.keywords if isinstance(make, functools.partial) else {}
+            other: type[DraftVerifier] = type("Verifier", (kind,), attributes)
+            make = functools.partial(other.make, **how)
+        found.append(make)
+    return found
 
 
 def drafter_of(bench: Bench) -> DeviceDrafter:

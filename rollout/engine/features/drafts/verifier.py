@@ -60,6 +60,7 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
 
     name = NAME
     batch_fields = frozenset({"taps"})
+    model_drafter = ModelDrafter  # drafts on the device with "heads"
 
     def __init__(self, engine: EngineSettings, model: LanguageModel, measure: MeasureCosts) -> None:
         self._engine, self._model, self._measure = engine, model, measure
@@ -101,7 +102,7 @@ class DraftVerifier(AheadFeature[torch.Tensor]):
         engine = self._engine
         match self.on_device:
             case "heads":
-                return ModelDrafter(native(self._model), rows, next_RG, engine.step_rows)
+                return self.model_drafter(native(self._model), rows, next_RG, engine.step_rows)
             case "ngram":
                 return NgramDrafter(rows, next_RG)
             case "none":

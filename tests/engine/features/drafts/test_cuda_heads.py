@@ -105,12 +105,11 @@ def _by_torch(self, following_T, hidden_TH, batch, kv):
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("wrong", [None, 0.3])
-def test_deterministic_completions_are_equal_bit_for_bit(folders, monkeypatch, kv_dtype, wrong):
+def test_deterministic_completions_are_equal_bit_for_bit(folders, kv_dtype, wrong):
     fields = {"deterministic": True, "kv_dtype": kv_dtype}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields))
-    if wrong is not None:
-        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
-    bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields))
+    replayed = {} if wrong is None else replayed_drafts(completions_by_seed(plain), wrong)
+    bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields, **replayed))
     assert all_of(bench) == all_of(plain)
     drafts = bench.drafts
     assert drafts.drafted > 300 and (wrong is None or drafts.accepted > 100)
@@ -232,11 +231,11 @@ def test_drafts_heed_rules_and_change_no_bit_of_rows_with_rules_and_constraints(
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_right_and_wrong_drafts_of_rows_with_rules_and_constraints_change_no_bit(folders, monkeypatch, wrong):
+def test_right_and_wrong_drafts_of_rows_with_rules_and_constraints_change_no_bit(folders, wrong):
     fields = {"deterministic": True}
     plain = run(Bench(load_bf16(folders[0]), make_device("cuda"), **SIZES, **fields), submit_ruled)
-    replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
-    bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields), submit_ruled)
+    replayed = replayed_drafts(completions_by_seed(plain), wrong)
+    bench = run(Bench(load_drafted(folders), make_device("cuda"), **HEADS, **fields, **replayed), submit_ruled)
     assert all_of(bench) == all_of(plain)
     drafts = bench.drafts
     assert drafts.accepted > 150 and (drafts.accepted < drafts.drafted or not wrong)

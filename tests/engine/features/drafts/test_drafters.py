@@ -57,12 +57,12 @@ class Way:
     def constrained(self) -> Bench:
         return self.plain(submit_constrained)
 
-    def drafting(self, monkeypatch, plain: Bench, wrong: float, seed: int = 0, ragged: bool = False, **fields) -> Bench:
+    def drafting(self, plain: Bench, wrong: float, seed: int = 0, ragged: bool = False, **fields) -> Bench:
         """An engine that drafts what another one has drawn, each token wrong with this probability."""
         if self.draft is None:
             return drafting(self.load(), recorded(plain.completions), wrong, seed, ragged, **fields)[0]
-        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong, seed)
-        return Bench(self.load(), **{**HEADS, **fields})
+        replayed = replayed_drafts(completions_by_seed(plain), wrong, seed)
+        return Bench(self.load(), **{**HEADS, **replayed, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ with_attention = pytest.mark.parametrize("way", ["host", "heads"], indirect=True
 
 
 @pytest.mark.parametrize(("way", "kept"), checkered(["host", "heads", "states"], [0, 1]), indirect=["way"])
-def test_preempted_rows_come_back_as_they_were(way, monkeypatch, kept):
+def test_preempted_rows_come_back_as_they_were(way, kept):
     host, wrong = [(True, 0.4), (False, 0.0)][kept]
     spec = way.load().spec
     nbytes = max(512 * PAGE * spec.kv_bytes_per_token(torch.float32), 16 * spec.state_bytes(torch.float32))
     fields = {"kv_pages": 40, "page_size": PAGE, "host_kv_gib": host * nbytes / 2**30}
-    bench = way.drafting(monkeypatch, way.six, wrong, ragged=host, **fields)
+    bench = way.drafting(way.six, wrong, ragged=host, **fields)
     submit_six(bench)
     run_watched(bench)
     assert bench.engine.roster.counters.preemptions > 0 and bench.drafts.accepted > 100
@@ -101,7 +101,7 @@ def test_preempted_rows_come_back_as_they_were(way, monkeypatch, kept):
     ("way", "kv_on_swap"), checkered(["host", "heads", "states"], ["recompute", "keep"]), indirect=["way"]
 )
 @pytest.mark.parametrize("seed", [0, *nightly(1, 2)])
-def test_a_swap_between_verify_steps(way, monkeypatch, kv_on_swap, seed):
+def test_a_swap_between_verify_steps(way, kv_on_swap, seed):
     """Each token is the one that its version of the weights draws, over the KV that the completion says it has."""
     prompts = [[token % 83 for token in prompt_of(8 + i, i)] for i in range(3)]
 
@@ -111,7 +111,7 @@ def test_a_swap_between_verify_steps(way, monkeypatch, kv_on_swap, seed):
 
     mailbox = Mailbox()
     fields = {"receiver": mailbox, "kv_on_swap": kv_on_swap, "recompute_fraction": 1.0}
-    bench = way.drafting(monkeypatch, way.plain(submit), 0.3, seed, **fields)
+    bench = way.drafting(way.plain(submit), 0.3, seed, **fields)
     submit(bench)
     swap_in_the_middle(bench, mailbox, Update(1, load(way.folders[1]), bench.engine.executor.step.model), 6 + seed)
     assert bench.drafts.accepted > 5
@@ -124,8 +124,8 @@ def test_a_swap_between_verify_steps(way, monkeypatch, kv_on_swap, seed):
 
 @every_way
 @pytest.mark.parametrize("seed", [0, *nightly(1)])
-def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(way, monkeypatch, seed):
-    bench, rng = way.drafting(monkeypatch, way.six, 0.2, seed, kv_pages=60), random.Random(seed)
+def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(way, seed):
+    bench, rng = way.drafting(way.six, 0.2, seed, kv_pages=60), random.Random(seed)
     submit_six(bench)
     for i in range(6):
         bench.ticks(rng.randint(1, 6))
@@ -143,10 +143,10 @@ def test_cancels_and_stop_strings_amid_drafts_leave_nothing_behind(way, monkeypa
 @pytest.mark.parametrize(
     ("wrong", "ragged", "depth"), [(0.0, False, 2), (0.3, True, 2), *nightly((0.2, True, 1), (1.0, False, 2))]
 )
-def test_rows_with_a_constraint_draft_too(way, monkeypatch, wrong, ragged, depth):
+def test_rows_with_a_constraint_draft_too(way, wrong, ragged, depth):
     """Wrong drafts, and those that no mask allows, are refused."""
     plain = way.constrained
-    bench = way.drafting(monkeypatch, plain, wrong, depth, ragged, speculation_tokens=4, pipeline_depth=depth)
+    bench = way.drafting(plain, wrong, depth, ragged, speculation_tokens=4, pipeline_depth=depth)
     submit_constrained(bench)
     run_watched(bench)
     assert_same(bench, plain)
@@ -157,12 +157,12 @@ def test_rows_with_a_constraint_draft_too(way, monkeypatch, wrong, ragged, depth
 
 
 @with_attention
-def test_drafts_of_constrained_rows_save_steps(way, monkeypatch):
+def test_drafts_of_constrained_rows_save_steps(way):
     def submit(bench: Bench) -> None:
         bench.submit("a", prompt_of(9), 61, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE]))
 
     plain = way.plain(submit)
-    bench = way.drafting(monkeypatch, plain, 0.0, speculation_tokens=3)
+    bench = way.drafting(plain, 0.0, speculation_tokens=3)
     submit(bench)
     bench.run()
     assert bench.tokens("a") == plain.tokens("a")
@@ -171,7 +171,7 @@ def test_drafts_of_constrained_rows_save_steps(way, monkeypatch):
 
 @with_attention
 @pytest.mark.parametrize("how", ["raise", "hang", *nightly("nothing")])
-def test_a_constraint_that_fails_along_drafts_changes_no_completion(way, monkeypatch, how):
+def test_a_constraint_that_fails_along_drafts_changes_no_completion(way, how):
     """Paths lead to where the constraint breaks. A row that does not go there goes on; one that does, ends there."""
     fields = {"mask_s": 0.4} if how == "hang" else {}
 
@@ -191,7 +191,7 @@ def test_a_constraint_that_fails_along_drafts_changes_no_completion(way, monkeyp
     for completion in paths.completions.values():
         completion.token_ids[6::2] = [BAD] * len(completion.token_ids[6::2])
     plain = run(Bench(way.load(), **fields), how)
-    bench = run(way.drafting(monkeypatch, paths, 0.0, **fields), how)
+    bench = run(way.drafting(paths, 0.0, **fields), how)
     assert_same(bench, plain)
     assert any(completion.finish.reason == "error" for completion in plain.completions.values())
     assert all(len(completion.token_ids) > 6 for completion in plain.completions.values())
@@ -204,11 +204,11 @@ def test_a_constraint_that_fails_along_drafts_changes_no_completion(way, monkeyp
 
 @with_attention
 @pytest.mark.parametrize(("wrong", "ragged"), [(0.3, True), *nightly((0.0, False))])
-def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(way, monkeypatch, adapters, wrong, ragged):
+def test_rows_with_adapters_and_turns_of_known_prompts_draft_too(way, adapters, wrong, ragged):
     slots = {"adapter_slots": 2, "adapter_rank": 16, "max_rows": 16}
     plain = adapted(Bench(way.load(), **slots), adapters)
     plain.run()
-    bench = adapted(way.drafting(monkeypatch, plain, wrong, ragged=ragged, **slots), adapters)
+    bench = adapted(way.drafting(plain, wrong, ragged=ragged, **slots), adapters)
     run_watched(bench)
     assert_same(bench, plain)
     assert bench.drafts.accepted > 100

@@ -207,12 +207,12 @@ def disturbed(
     assert bench.drafts.drafted > 0 or bench.settings.engine.speculation == "auto"
 
 
-def by_model(monkeypatch: pytest.MonkeyPatch, load_drafted: Callable[[], Any], seed: int) -> Callable[..., Bench]:
+def by_model(load_drafted: Callable[[], Any], seed: int) -> Callable[..., Bench]:
     """A draft model; most often it drafts what was drawn without it, some of it wrong."""
 
     def make(plain: Bench, rng: random.Random, **fields: Any) -> Bench:
         if rng.random() < 0.8:
-            replayed_drafts(monkeypatch, completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
+            fields |= replayed_drafts(completions_by_seed(plain), rng.choice([0.0, 0.1, 0.5]), seed)
         speculation = rng.choice(["heads", "heads", "auto"])
         return Sleeping(load_drafted(), speculation=speculation, speculation_model="a folder", **fields)
 
@@ -239,9 +239,7 @@ def by_ngrams(load_one: Callable[[], Any]) -> Callable[..., Bench]:
 
 @pytest.mark.parametrize("way", ["heads", "host", "ngrams"])
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 40))])
-def test_whatever_happens_completions_stay_as_without_drafts(
-    folders, hf_models, tmp_path_factory, monkeypatch, way, seed
-):
+def test_whatever_happens_completions_stay_as_without_drafts(folders, hf_models, tmp_path_factory, way, seed):
     """Adapters, constraints, sessions, known tokens, scores of prompts, early ends; updates, sleeps, pauses."""
     config = head_config(hf_models[0].config, 60 if seed % 2 else None)
     head = save_head(tmp_path_factory.mktemp("head"), config, random_head(config, seed))
@@ -251,8 +249,8 @@ def test_whatever_happens_completions_stay_as_without_drafts(
         return load(folders[0])
 
     ways = {
-        "heads": by_model(monkeypatch, lambda: load(folders[0], draft=head), seed),
-        "host": by_host(monkeypatch, load_one, seed),
+        "heads": by_model(lambda: load(folders[0], draft=head), seed),
+        "host": by_host(load_one, seed),
         "ngrams": by_ngrams(load_one),
     }
     disturbed(seed, load_one, ways[way], adapters, VOCAB)
@@ -261,24 +259,24 @@ def test_whatever_happens_completions_stay_as_without_drafts(
 @pytest.mark.parametrize(("stem", "seed"), [("Qwen3Next", 1), *nightly(("Qwen3_5", 0), *(
     (stem, seed) for stem in ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "OlmoHybrid") for seed in range(2, 14)
 ))])  # fmt: skip
-def test_states_follow_drafts_whatever_happens(tmp_path_factory, monkeypatch, stem, seed):
+def test_states_follow_drafts_whatever_happens(tmp_path_factory, stem, seed):
     folder, rng = tmp_path_factory.mktemp("hybrid"), random.Random(seed)
     hf_model = make_hybrid(stem, folder, 0)
     linear = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     targets = (linear, (*ALL, *linear))
     adapters = make_adapters(hf_model, folder, tmp_path_factory, targets) if stem == "Qwen3_5" else []
-    host = by_host(monkeypatch, lambda: load(folder), seed)
+    host = by_host(lambda: load(folder), seed)
     vocab = hf_model.config.get_text_config().vocab_size
     disturbed(seed, lambda: load(folder), host, adapters, vocab, state_snapshots=rng.choice([2, 9]))
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 20))])
-def test_experts_of_tokens_are_recorded_as_without_drafts(tmp_path, monkeypatch, seed):
+def test_experts_of_tokens_are_recorded_as_without_drafts(tmp_path, seed):
     hf_model = EVERY_FAMILY["qwen3_moe"](tmp_path / "target", 0)
     config = head_config(hf_model.config)
     head = save_head(tmp_path / "head", config, random_head(config, seed))
     target = tmp_path / "target"
-    draft = by_model(monkeypatch, lambda: load(target, draft=head), seed)
+    draft = by_model(lambda: load(target, draft=head), seed)
     disturbed(seed, lambda: load(target), draft, [], config["vocab_size"], True)
 
 
@@ -286,10 +284,10 @@ def test_experts_of_tokens_are_recorded_as_without_drafts(tmp_path, monkeypatch,
     ("name", "seed"),
     [("Glm4Moe", 0), *nightly(("Qwen3Next", 0), *((name, seed) for name in LAYOUTS for seed in range(1, 8)))],
 )
-def test_layers_of_the_checkpoint_draft_whatever_happens(tmp_path, monkeypatch, name, seed):
+def test_layers_of_the_checkpoint_draft_whatever_happens(tmp_path, name, seed):
     """Layers for multi-token prediction: with experts, with latent attention, dense, of models with states."""
     found = make_predicting(name, tmp_path)
-    draft = by_model(monkeypatch, lambda: load(tmp_path, mtp="needed"), seed)
+    draft = by_model(lambda: load(tmp_path, mtp="needed"), seed)
     routed = name not in ("MiMo", "Qwen3_5")
     disturbed(seed, lambda: load(tmp_path), draft, [], found.model.config.vocab_size, routed)
 

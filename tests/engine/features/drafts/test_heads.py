@@ -274,9 +274,8 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monk
     plain = Bench(load(folders[0]), max_rows=32, pipeline_depth=depth)
     submit_seeded(plain)
     plain.finish()
-    if wrong is not None:
-        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
-    bench = Bench(drafted, **HEADS, max_rows=32, pipeline_depth=depth)
+    replayed = {} if wrong is None else replayed_drafts(completions_by_seed(plain), wrong)
+    bench = Bench(drafted, **HEADS, **replayed, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench)
     run_watched(bench)
     assert_same(bench, plain, exact=True)
@@ -284,11 +283,11 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(folders, drafted, monk
     assert drafts.accepted > (100 if wrong is not None else 0)
 
 
-def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatch):
+def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted):
     plain = Bench(load(folders[0]))
     plain.complete("a", prompt_of(9), 101, sampling=SAMPLED)
-    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
-    bench = Bench(drafted, **HEADS, speculation_tokens=4)
+    replayed = replayed_drafts(completions_by_seed(plain), 0.0)
+    bench = Bench(drafted, **replayed, **HEADS, speculation_tokens=4)
     bench.submit("a", prompt_of(9), 101, sampling=SAMPLED)
     assert run_watched(bench).most == 2, "no wait between the steps"
     assert bench.tokens("a") == plain.tokens("a")
@@ -298,23 +297,23 @@ def test_right_drafts_make_as_few_steps_as_they_can(folders, drafted, monkeypatc
     assert report["speculation/tokens_a_step"] == 5 and report["speculation/accepted_pct/by_heads"] == 100
 
 
-def test_a_row_may_have_more_drafts_than_a_step_has_rows(folders, drafted, monkeypatch):
+def test_a_row_may_have_more_drafts_than_a_step_has_rows(folders, drafted):
     plain = Bench(load(folders[0]))
     plain.complete("a", prompt_of(9), 50, sampling=SAMPLED)
-    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
-    bench = Bench(drafted, **HEADS, max_rows=1, speculation_rows=3, speculation_tokens=6)
+    replayed = replayed_drafts(completions_by_seed(plain), 0.0)
+    bench = Bench(drafted, **replayed, **HEADS, max_rows=1, speculation_rows=3, speculation_tokens=6)
     bench.submit("a", prompt_of(9), 50, sampling=SAMPLED)
     run_watched(bench)
     assert bench.tokens("a") == plain.tokens("a") and bench.drafts.accepted > 30
 
 
-def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkeypatch):
+def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted):
     """However many drafts were accepted, its drafts lie on pages that the row has, as far as these go."""
     plain = Bench(load(folders[0]))
     submit_six(plain)
     plain.run()
-    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
-    bench = Bench(drafted, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
+    replayed = replayed_drafts(completions_by_seed(plain), 0.2)
+    bench = Bench(drafted, **replayed, **HEADS, speculation_tokens=6, kv_pages=600, pipeline_depth=1)
     drafter = drafter_of(bench)
     replay, checked = drafter.draft, []
 
@@ -346,12 +345,11 @@ def test_the_draft_model_writes_to_pages_of_its_own_row(folders, drafted, monkey
         (0.0, {1: 1.0, 72: 1.0}, {1: 9.0, 8: 9.0}, False),
     ],
 )
-def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measured, guesses, pays):
+def test_auto_drafts_while_it_pays(folders, drafted, wrong, measured, guesses, pays):
     six = Bench(load(folders[0]), kv_pages=600)
     submit_six(six)
     six.run()
-    replayed_drafts(monkeypatch, completions_by_seed(six), wrong)
-    fixed = fixed_costs(measured, guesses)
+    fixed = replayed_drafts(completions_by_seed(six), wrong, **fixed_costs(measured, guesses))
     bench = Bench(drafted, kv_pages=600, **fixed, **{**HEADS, "speculation": "auto"})
     submit_six(bench)
     run_watched(bench)
@@ -360,15 +358,15 @@ def test_auto_drafts_while_it_pays(folders, drafted, monkeypatch, wrong, measure
     assert accepted > 200 if pays else drafted_ < 130
 
 
-def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monkeypatch):
+def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted):
     """It drafts now and then while that does not pay."""
     plain = Bench(load(folders[0]), kv_pages=600)
     plain.complete("a", prompt_of(9), 300, sampling=SAMPLED)
     recorded = completions_by_seed(plain)
     right = {seed: list(tokens) for seed, tokens in recorded.items()}
     recorded = {seed: [(t + 1) % VOCAB for t in tokens[:100]] + tokens[100:] for seed, tokens in right.items()}
-    replayed_drafts(monkeypatch, recorded, 0.0)
-    fields = {**HEADS, **fixed_costs({1: 1.0, 72: 1.3}, {1: 0.4, 8: 0.4}), "speculation": "auto"}
+    replayed = replayed_drafts(recorded, 0.0, **fixed_costs({1: 1.0, 72: 1.3}, {1: 0.4, 8: 0.4}))
+    fields = {**HEADS, **replayed, "speculation": "auto"}
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, unpaid_share=0.05, **fields)
     bench.submit("a", prompt_of(9), 300, sampling=SAMPLED)
     run_watched(bench)
@@ -378,7 +376,7 @@ def test_auto_finds_a_draft_model_that_has_become_better(folders, drafted, monke
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("length", "draft_s"), [(25, 0.25), (60, 0.25), (12, 0.05)])
-def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeypatch, length, draft_s):
+def test_auto_finds_better_drafts_of_short_completions(folders, drafted, length, draft_s):
     """What has come of a draft counts when its row ends, which may be before the device drafts again."""
 
     def submit_many(bench: Bench) -> None:
@@ -388,8 +386,8 @@ def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeyp
     plain = Bench(load(folders[0]), kv_pages=600)
     submit_many(plain)
     plain.run()
-    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.0)
     fixed = fixed_costs({1: 1.0, 8: 1.0, 72: 1.5}, {1: draft_s, 8: draft_s})
+    fixed = replayed_drafts(completions_by_seed(plain), 0.0, **fixed)
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
     bench.drafting.planner._all_device_rows.note(0, 400)  # all were wrong so far
     submit_many(bench)
@@ -398,7 +396,7 @@ def test_auto_finds_better_drafts_of_short_completions(folders, drafted, monkeyp
     assert bench.drafts.by_drafter["heads"][1] > 300
 
 
-def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted, monkeypatch):
+def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted):
     """All rows are measured while none drafts, not only some."""
     plain = Bench(load(folders[0]), kv_pages=600)
     for i in range(8):
@@ -406,8 +404,8 @@ def test_auto_finds_the_one_row_whose_drafts_are_right(folders, drafted, monkeyp
     plain.run()
     wrong = {seed: [(t + 1) % VOCAB for t in tokens] for seed, tokens in completions_by_seed(plain).items()}
     right = plain.completions["r7", 0]
-    replayed_drafts(monkeypatch, {**wrong, right.seed: list(right.token_ids)}, 0.0)
     fixed = fixed_costs({1: 1.0, 8: 1.0, 9: 1.05, 72: 72.0}, {1: 0.01, 8: 0.01})
+    fixed = replayed_drafts({**wrong, right.seed: list(right.token_ids)}, 0.0, **fixed)
     bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(9 + i), 150, sampling={**SAMPLED, "seed": i})
@@ -427,10 +425,11 @@ def test_both_drafters_in_auto_change_nothing(drafted, plain):
 
 
 @pytest.mark.parametrize("better", ["heads", "suffix"])
-def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, monkeypatch, six, better):
+def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, six, better):
     wrong = {"heads": 1.0, "suffix": 1.0, better: 0.0}
-    replayed_drafts(monkeypatch, completions_by_seed(six), wrong["heads"])
-    fields = {**HEADS, **fixed_costs({1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01}), "speculation": "auto"}
+    fixed = fixed_costs({1: 1.0, 72: 1.0}, {1: 0.01, 8: 0.01})
+    replayed = replayed_drafts(completions_by_seed(six), wrong["heads"], **fixed)
+    fields = {**HEADS, **replayed, "speculation": "auto"}
     bench, _ = drafting(drafted, recorded(six.completions), wrong["suffix"], kv_pages=600, **fields)
     submit_six(bench)
     bench.finish()
@@ -440,11 +439,11 @@ def test_each_row_takes_the_drafter_that_is_right_more_often(folders, drafted, m
     assert by_drafter[better][1] > 150 and by_drafter[worse][1] == 0 and by_drafter[worse][0] < 60
 
 
-def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch, six):
+def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, six):
     """Its drafts for many rows do not pay, so it makes none; its KV is there when few rows are left."""
-    replayed_drafts(monkeypatch, completions_by_seed(six), 0.0)
     for draft_s, read in ((0.1, DraftAfter.READ), (9.0, DraftAfter.NOTHING)):
         fixed = fixed_costs({1: 1.0, 4: 1.1, 6: 2.0, 72: 72.0}, {1: draft_s, 8: 9.0})
+        fixed = replayed_drafts(completions_by_seed(six), 0.0, **fixed)
         bench = Bench(drafted, kv_pages=600, speculation_kept_tokens=0, **fixed, **{**HEADS, "speculation": "auto"})
         plans = watch_plans(bench)
         submit_six(bench)
@@ -459,7 +458,7 @@ def test_a_draft_model_that_pays_for_one_row_alone_reads_on(drafted, monkeypatch
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "DeepseekV3", *nightly("qwen3_moe", "GptOss", "Glm4Moe")])
-def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monkeypatch):
+def test_targets_of_other_families_have_draft_models_too(family, tmp_path):
     """Experts, latents, windows, norms around blocks: the hidden states come from their residual streams."""
     hf_model = EVERY_FAMILY[family](tmp_path / "target", 0)
     config = head_config(hf_model.config.get_text_config())
@@ -474,8 +473,8 @@ def test_targets_of_other_families_have_draft_models_too(family, tmp_path, monke
         return bench
 
     plain = run(Bench(load(tmp_path / "target")))
-    replayed_drafts(monkeypatch, completions_by_seed(plain), 0.2)
-    bench = run(Bench(load(tmp_path / "target", draft=tmp_path / "head"), **HEADS))
+    replayed = replayed_drafts(completions_by_seed(plain), 0.2)
+    bench = run(Bench(load(tmp_path / "target", draft=tmp_path / "head"), **HEADS, **replayed))
     assert_same(bench, plain)
     assert bench.drafts.accepted > 100
 

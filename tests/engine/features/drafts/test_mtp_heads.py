@@ -94,9 +94,8 @@ def test_all_bits_are_equal_with_rows_computed_one_by_one(found, monkeypatch, wr
     plain = Bench(load(found[1]), max_rows=32, pipeline_depth=depth)
     submit_seeded(plain, vocab := found[0].model.config.vocab_size)
     plain.finish()
-    if wrong is not None:
-        replayed_drafts(monkeypatch, completions_by_seed(plain), wrong)
-    bench = Bench(load(found[1], mtp="needed"), **HEADS, max_rows=32, pipeline_depth=depth)
+    replayed = {} if wrong is None else replayed_drafts(completions_by_seed(plain), wrong)
+    bench = Bench(load(found[1], mtp="needed"), **HEADS, **replayed, max_rows=32, pipeline_depth=depth)
     submit_seeded(bench, vocab)
     run_watched(bench)
     assert_same(bench, plain, exact=True)

@@ -338,7 +338,7 @@ def test_drafts_of_rows_with_images_change_no_token(models: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["Qwen3-VL", *nightly(*(name for name in sorted(MODELS) if not name.startswith(("Qwen3-VL", "Qwen3.5"))))]
 )
-def test_a_draft_model_drafts_for_rows_with_images(name, tmp_path, monkeypatch) -> None:
+def test_a_draft_model_drafts_for_rows_with_images(name, tmp_path) -> None:
     """Beside rows of text; the draft model sees placeholders, and places instead of the axes."""
     target, head = tmp_path / "target", tmp_path / "head"
     reference = make_model(name, target)
@@ -354,9 +354,8 @@ def test_a_draft_model_drafts_for_rows_with_images(name, tmp_path, monkeypatch) 
 
     plain = run(load(target))
     recorded = {done.seed: done.token_ids for done in plain.completions.values()}
-    replayed_drafts(monkeypatch, recorded, 0.2)
     model = load_model(ModelSettings(path=str(target), images=True), CPU, draft=head).model
-    bench = run(model, speculation="heads", speculation_model="a folder")
+    bench = run(model, speculation="heads", speculation_model="a folder", **replayed_drafts(recorded, 0.2))
     for each, prompt in prompts.items():
         check_greedy(bench, reference, each, prompt)
     assert bench.drafts.accepted > 50
