@@ -232,20 +232,22 @@ def write_update(worker: Worker, folder: Path, edit: Any) -> dict[str, Any]:
     folder.mkdir()
     tensors = new_tensors(worker.model, 2)
     header: dict[str, Any] = {}
-    data = b""
+    data, checks = b"", []
     for name, tensor in tensors.items():
         raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
         dtype = "BF16" if tensor.dtype == torch.bfloat16 else "F32"
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
+        checks.append(checksum(raw))
     text = edit(header)
     text = json.dumps(header).encode() if text is None else text
-    whole = struct.pack("<Q", len(text)) + text + data
-    (folder / "model.safetensors").write_bytes(whole)
+    head = struct.pack("<Q", len(text)) + text
+    (folder / "model.safetensors").write_bytes(head + data)
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
     manifest = pack(5, [(name, names[t.dtype], t.shape) for name, t in tensors.items()], 64)
-    files = [["model.safetensors", len(whole), checksum(whole)]]
-    return begin(manifest.to_wire(), transport="disk", options={"folder": str(folder), "files": files})
+    files = [["model.safetensors", len(head + data), [checksum(head), *checks]]]
+    options = {"folder": str(folder), "files": files, "piece_bytes": 1 << 20}
+    return begin(manifest.to_wire(), transport="disk", options=options)
 
 
 def update(name: str, **changes: Any) -> Any:
@@ -293,7 +295,7 @@ def test_a_folder_with_its_header_unspoiled_is_accepted(tmp_path: Path) -> None:
 )
 def test_a_folder_that_holds_no_update_is_refused(worker: Worker, folder: str) -> None:
     manifest = sealed(rows_of(worker), version=5)
-    options = {"folder": folder, "files": [["model.safetensors", 8, 0]]}
+    options = {"folder": folder, "files": [["model.safetensors", 8, [0]]], "piece_bytes": 1}
     reply = worker.control(**begin(manifest, transport="disk", options=options))
     if reply["op"] == "ok":
         reply = worker.control(action="commit", token=reply["token"], options={})

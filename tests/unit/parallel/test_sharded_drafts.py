@@ -30,7 +30,7 @@ KINDS = ["MiMo", *nightly("mapped", "Glm4Moe", "DeepseekV3", "shared")]
 STOPS = tuple(range(0, 80, 2))
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt_logprobs": True},
-    "drawn": {"sampling": {"temperature": 0.8}, "top_logprobs": 3},
+    "drawn": {"sampling": {"temperature": 0.8}, "logprobs": 3},
     "top-k and top-p": {"sampling": {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.01}},
     "penalties": {"sampling": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.4}},
     "bias": {"sampling": {"temperature": 0.8, "logit_bias": ((3, 4.0), (75, 4.0))}},

@@ -118,7 +118,7 @@ def test_logits_that_are_nan_give_a_valid_token_and_log_probs_that_are_nan(start
 SAMPLED = {"temperature": 0.8}
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt_logprobs": True},
-    "drawn": {"sampling": {**SAMPLED, "seed": 5}, "top_logprobs": 3},
+    "drawn": {"sampling": {**SAMPLED, "seed": 5}, "logprobs": 3},
     "top-k and top-p": {"sampling": {**SAMPLED, "seed": 6, "top_k": 12, "top_p": 0.9, "min_p": 0.01}},
     "penalties": {"sampling": {**SAMPLED, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.4}},
     "bias": {"sampling": {**SAMPLED, "seed": 8, "logit_bias": ((3, 4.0), (95, 4.0))}},
