@@ -12,7 +12,7 @@ from rollout.constraints.matcher import Constraint, FreePart, Matcher
 
 @dataclass(eq=False, slots=True)
 class ConstraintProgress:
-    """The position of one completion. Where `free` is None, its constraint holds already, or it has none."""
+    """The position of one completion. `free` is None if its constraint holds already, or if there is no constraint."""
 
     matched: int  # tokens that the matcher has seen
     matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it

@@ -35,7 +35,7 @@ from rollout.models.spec import ENTRY_TOKENS, CompressedSpec
 
 
 class TokenPlaces(NamedTuple):
-    """TokenPlaces of tokens in the cache, int64."""
+    """Places of tokens in the cache, int64."""
 
     page: torch.Tensor
     offset: torch.Tensor
@@ -266,5 +266,8 @@ def _rows(batch: AttentionBatch) -> torch.Tensor:
     device, chunks = batch.positions_T.device, batch.chunks
     if chunks is None:
         return torch.arange(len(batch.positions_T), device=device)
-    lengths = torch.tensor([chunk.query_len for chunk in chunks])
-    return batch.shared("rows of tokens", lambda: torch.repeat_interleave(lengths).to(device))
+
+    def make() -> torch.Tensor:
+        return torch.repeat_interleave(torch.tensor([chunk.query_len for chunk in chunks])).to(device)
+
+    return batch.shared("rows of tokens", make)

@@ -1029,7 +1029,7 @@ def _has_kv(mixer: MixerSpec | None) -> bool:
 
 
 def _key_shapes(mixer: MixerSpec | None) -> tuple[KVShape, ...]:
-    """The room of a token beside a mixer's KV, if it keeps more."""
+    """The shape of the second KV of a token, for a mixer that keeps one."""
     shape = mixer.key_shape if isinstance(mixer, AttentionSpec | CompressedSpec) else None
     return () if shape is None else (shape,)
 

@@ -74,7 +74,7 @@ class PolledQueue(Generic[T]):
             yield self._items.popleft()
 
     def close(self) -> None:
-        """Close the descriptor. Items that come later wake nobody."""
+        """Close the descriptor. Later items wake no thread."""
         self._writer.close()
         self._reader.close()
 

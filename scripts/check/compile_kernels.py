@@ -552,7 +552,7 @@ def resources(kernel: Any) -> str:
 
 
 def cases(numbers_of_rows: Iterable[int], families: Iterable[str]) -> Iterator[Case]:
-    """All launches of these families' steps; without families those of Qwen3's two shapes."""
+    """All launches of steps of these families; without families the launches of Qwen3's two shapes."""
     shapes = {family: OTHERS[family] for family in families} or USUAL
     for rows in numbers_of_rows:
         for label, shape in shapes.items():

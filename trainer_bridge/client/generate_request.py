@@ -63,9 +63,7 @@ class GenerateFields(EngineArguments, SamplingFields, total=False):
     cache_salt: str | None  # KV of prompts is reused only among requests with the same salt
     min_version: int | None
     detached: bool
-    session: (
-        str | None
-    )  # the conversation that gets the request as its next turn; all turns go to one endpoint. Needs n = 1
+    session: str | None  # the conversation whose next turn this is; all turns go to one endpoint. Needs n = 1
     session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
     end_of_session: bool  # the last turn: no KV is kept after it
     lease_s: float | None  # seconds after the request in which its KV is evicted after KV without a lease

@@ -6,7 +6,7 @@ A field of `EngineFields` is the declaration. These are made from it:
     field of the message, its default and its range     `rollout/service/requests/schema.py`
     row of the protocol's page                          `scripts/protocol_reference.py`
     field of the engine's `Request`                     `rollout/engine/messages/requests.py`
-    refusal by a worker that lacks its feature          `rollout/engine/schedule/step_feature.py`
+    refusal by a worker that lacks its feature          `rollout/engine/schedule/admission.py`
     entry in `capabilities` of a status                 `rollout/service/capabilities.py`
 
 The feature alone reads it. Fields that the service keeps, or turns into something else, are declared in `schema.py`.

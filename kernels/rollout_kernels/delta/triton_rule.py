@@ -178,7 +178,7 @@ def _one_token(state, mixed_ptr, gates, token, head, v, scale, HEADS: tl.constex
 @triton.jit
 def _step_kernel(
     mixed_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, state_ptr, places_ptr, positions_ptr,
-    behind_ptr, out_ptr, gates_ptr, first,  # None in a step without drafts, but for `out_ptr`
+    behind_ptr, out_ptr, gates_ptr, first,  # without drafts all are None except `out_ptr`
     stride_b, stride_a,
     scale, beta_scale,
     HEADS: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -4,8 +4,8 @@ Clients of one priority that wait together get equal numbers of tokens, however 
 client has a virtual time, in tokens, and the client with the smallest time is next:
 
     its first sequence enters the queue     time = now + cost
-    a sequence gets its first row     now = time; then time = now + cost
-    no sequence waits any more    the queue forgets it
+    a sequence gets its first row           now = time; then time = now + cost
+    no sequence waits any more              the queue forgets it
 
 `now` is the virtual time of the client that was admitted last. So a client gets no credit for time in which it did not
 wait, and an endless stream of new clients cannot starve the others. `cost` is the number of tokens that a sequence of

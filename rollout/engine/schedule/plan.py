@@ -9,8 +9,8 @@ A plan is a list of spans, one for each row of the step:
 
 The two kinds of span differ in the source of their tokens: the device drew the token of a decode row, and the host
 sends the tokens of a prompt (`Span.prompt`). A step whose spans all have one token takes the decode forward, whatever
-their source is. If only the last prompt token lacks KV, the sequence is planned as a decode row, which
-the upload sets up.
+their source is. If only the last prompt token lacks KV, the sequence is planned as a decode row, which the upload sets
+up.
 
 A feature may put tokens into a row ahead of its draw (`TokensAhead`). While such a step is in flight, the position of
 the row is not known, and `start` is the highest that it can be.

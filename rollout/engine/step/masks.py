@@ -7,8 +7,8 @@ A row's mask depends on its last token, so it is made after the commit of the st
 step runs. The draw waits for the masks; the rows of the step that have no constraint are drawn with it.
 
 Some matchers never return: clients send constraints. So matchers run in threads that can be abandoned, and the
-completion whose matcher hangs ends as an error. A completion also ends when its masks take too long
-in sum: each token earns it a tenth of `mask_s`, and it may overdraw by one `mask_s`.
+completion whose matcher hangs ends as an error. A completion also ends when its masks take too long in sum: each token
+earns it a tenth of `mask_s`, and it may overdraw by one `mask_s`.
 
 Draws after tokens ahead (`plan.TokensAhead`) have masks, too: the matcher goes on along the tokens ahead and back
 again. Masks after tokens ahead are made last, and no completion ends because of them. Tokens that cannot be followed,

@@ -1,8 +1,8 @@
 """The state of the rows on the device.
 
     ints    [rows, I]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens, offset
-                                 of positions in rotary embeddings (0 without images); a column for
-                                 each sampling rule that is an integer (`INT_RULES`); seed
+                                 of positions in rotary embeddings (0 without images); a column for each sampling rule
+                                 that is an integer (`INT_RULES`); seed
     floats  [rows, F]  float32   temperature, noise (1 draws, 0 takes the best); a column for each other sampling rule
                                  (`FLOAT_RULES`)
     pages   [rows, P]  int32     page table; entries past a row's pages are the dump page

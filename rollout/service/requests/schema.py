@@ -85,9 +85,8 @@ OPS: dict[str, type[RequestHeader]] = {}
 class RequestHeader(Strict):
     """The fields of every request."""
 
-    needs: ClassVar[
-        Mapping[str, tuple[str, ...]]
-    ] = {}  # field -> the fields without which it means nothing: one of them must be there
+    #: Field -> the fields without which it means nothing: one of them must be there.
+    needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     v: Literal[1]
     op: str

@@ -49,7 +49,7 @@ BROKEN_BUS = "the bus is broken"
 
 
 class BrokenBus(LateDevice):
-    """All work on one stream fails, after so many pieces of work; with `enqueued` already where it is enqueued."""
+    """One stream fails after so many pieces of work; with `enqueued` when work is enqueued, else when it runs."""
 
     def __init__(self, broken: str, after: int = 0, enqueued: bool = False) -> None:
         super().__init__({} if enqueued else {broken: self.take})

@@ -86,7 +86,7 @@ class Load:
             talk.ended()
 
     def _told_as_written(self, name: str) -> bool:
-        """Whether what was found is as old as its pages: a state of older weights may stand beside them."""
+        """Whether the found KV is as old as its pages: its state may be of older weights."""
         since, slots = self.run.shadow.since[name, 0], self.run.shadow.of[name, 0]
         runs = self.run.bench.completions[name, 0].kv_versions
         told = [version for at, version, tokens in runs if at == since for _ in range(tokens)]
